@@ -66,7 +66,7 @@ def scripted_server(
     server = Server("toy", PromptReader(hf, max_context=context), context, 60.0, 0)
     server.tool_parser = tool_parser
     server.client = engine = ScriptedEngine(hf, texts, ends)
-    server.metrics = Metrics("toy", lambda: Load(0, 0, 0.0))
+    server.metrics = Metrics("toy", Load)
     server.is_ready = True
     drop_note_of_uvicorn()
     config = uvicorn.Config(

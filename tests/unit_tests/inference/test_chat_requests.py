@@ -376,3 +376,42 @@ def test_the_agent_of_the_page(hf, capsys):
         run_example("agent.py", str(client.base_url))
     assert capsys.readouterr().out == "Yes.\n"
     assert "tool\nIt rains in Rome." in engine.submitted[1][0]
+
+
+def test_an_answer_is_continued(hf):
+    """The prompt is that of transformers, and the answer is what follows."""
+    begun = [USER, {"role": "assistant", "content": "It rains"}]
+    options = {"continue_final_message": True, "add_generation_prompt": False}
+    choice, (prompt, _) = ask(hf, " today.", messages=begun, extra_body=options)
+    assert choice.message.content == " today."
+    for message in begun:
+        message["tool_calls"] = []
+    expected = hf.apply_chat_template(begun, tokenize=False, continue_final_message=True)
+    assert prompt == expected
+    assert prompt.endswith("It rains")
+
+
+@pytest.mark.parametrize(
+    ("body", "words"),
+    [
+        ({"continue_final_message": True}, ["continue_final_message", "assistant"]),
+        (
+            {"continue_final_message": True, "add_generation_prompt": True},
+            ["continue_final_message", "add_generation_prompt"],
+        ),
+        ({"add_generation_prompt": False}, ["add_generation_prompt", "continue_final_message"]),
+        ({"min_tokens": 9, "max_tokens": 8}, ["min_tokens=9", "max_tokens=8"]),
+        ({"min_tokens": 1, "structured_outputs": {"regex": "a"}}, ["min_tokens", "format"]),
+    ],
+)
+def test_contradictions_are_named(hf, body, words):
+    from openai import BadRequestError
+
+    with scripted_server(hf, []) as (client, _), pytest.raises(BadRequestError) as error:
+        client.chat.completions.create(model="toy", messages=[USER], extra_body=body)
+    assert all(word in str(error.value) for word in words)
+
+
+def test_the_minimum_reaches_the_engine(hf):
+    _, (_, sampling) = ask(hf, "Sun", extra_body={"min_tokens": 3})
+    assert sampling.min_new_tokens == 3

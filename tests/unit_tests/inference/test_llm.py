@@ -73,6 +73,46 @@ def test_texts_are_those_of_transformers(llm, model_dir):
     ]
 
 
+def test_end_tokens_wait_for_the_minimum(llm, model_dir):
+    """As transformers' ``min_new_tokens``; every token that greedy decoding chooses would end the text."""
+    hf = AutoTokenizer.from_pretrained(model_dir)
+    model = LlamaForCausalLM.from_pretrained(model_dir, dtype=torch.float32)
+    ids = hf(TEXT[0], return_tensors="pt")
+    greedy = llm.generate(TEXT[0], Sampling(max_new_tokens=8))[0][0].tokens
+    ends = sorted({1, 5, 6, hf.convert_tokens_to_ids("<|end|>"), *greedy})
+    expected = model.generate(
+        **ids,
+        max_new_tokens=8,
+        min_new_tokens=4,
+        do_sample=False,
+        eos_token_id=ends,
+        pad_token_id=0,
+    )
+    sampling = Sampling(max_new_tokens=8, min_new_tokens=4, stop_ids=greedy)
+    (completion,) = llm.generate(TEXT[0], sampling)[0]
+    assert completion.tokens == expected[0, ids.input_ids.size(1) :].tolist()
+    assert len(completion.tokens) >= 4
+    text = llm.generate(TEXT[0], Sampling(max_new_tokens=8))[0][0].text
+    (later,) = llm.generate(TEXT[0], Sampling(max_new_tokens=8, min_new_tokens=6, stop=text[1]))[0]
+    assert len(later.tokens) >= 6
+    assert later.text.startswith(llm.hf.decode(greedy[:6]))
+
+
+def test_reused_prefixes_are_counted_and_can_be_switched_off(model_dir):
+    prompt = [*range(10, 50)]
+    texts = []
+    for reuse in (True, False):
+        options = {"dtype": "float32", "kv_memory": 1 << 24, "chunk": 8, "prefix_reuse": reuse}
+        with LLM(str(model_dir), **options) as llm:
+            for _ in range(2):
+                texts.append(llm.generate([prompt], Sampling(max_new_tokens=5, logprobs=0))[0])
+            (lane,) = llm.engine.lanes
+            # full chunks; the last token is computed for its logits
+            counts = (lane.prefix_queries, lane.prefix_hits)
+            assert counts == ((2 * len(prompt), 32) if reuse else (0, 0))
+    assert all(text == texts[0] for text in texts)
+
+
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
 def test_weights_that_are_no_numbers_are_named(model_dir, tmp_path, capfd, value):
     """Loading and converting name the tensor and its file, and no empty text is generated."""

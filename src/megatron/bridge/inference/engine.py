@@ -39,11 +39,24 @@ class Detokenizer:
     """Convert tokens to pieces of text that concatenate to the full text.
 
     A piece is withheld while its last character may be incomplete, or while it may be the start of a stop text.
+
+    Args:
+        hf: The transformers tokenizer.
+        stop: Texts that end the text.
+        shown_ids: Special tokens whose text is included.
+        min_tokens: Tokens in whose text stop texts are not looked for.
     """
 
-    def __init__(self, hf: Any, stop: Sequence[str] = (), shown_ids: Sequence[int] = ()) -> None:
+    def __init__(
+        self,
+        hf: Any,
+        stop: Sequence[str] = (),
+        shown_ids: Sequence[int] = (),
+        min_tokens: int = 0,
+    ) -> None:
         self._hf = hf
         self._stop = tuple(stop)
+        self._min_tokens = min_tokens
         self._hidden_ids: frozenset[int] | None = None
         if shown_ids:
             self._hidden_ids = frozenset(hf.all_special_ids) | special_ids(hf)
@@ -98,6 +111,10 @@ class Detokenizer:
         if self.stopped:
             return ""
         self._held += new
+        if len(self._ids) <= self._min_tokens:
+            piece, self._held = self._held, ""
+            self.text += piece
+            return piece
         ends = [position for text in self._stop if (position := self._held.find(text)) >= 0]
         if ends:
             self.stopped = True
@@ -142,6 +159,7 @@ class EngineConfig:
     max_requests: int = 32  # texts that are computed at the same time
     chunk: int = 256  # tokens of a prompt that one step computes together
     rows: int = 1024  # maximum new tokens in a step
+    prefix_reuse: bool = True  # texts reuse the caches of others that begin with the same tokens
     window_rings: bool = (
         False  # layers with a window cache only the window; texts then do not share caches
     )
@@ -185,7 +203,8 @@ class Engine(AbstractContextManager["Engine"]):
         bare: list[Any] = [unwrap(chunk) for chunk in chunks]
         decoding_state.check_layers(bare)
         self._switch = decoding_state.switch_length(bare)
-        limits = _find_limits(chunks, config, reuses=self._switch is None)
+        reuses = config.prefix_reuse and self._switch is None
+        limits = _find_limits(chunks, config, reuses)
         self._state = DecodingState(
             chunks, limits.tokens, limits.requests, config.pack, config.window_rings
         )
@@ -288,7 +307,9 @@ class Engine(AbstractContextManager["Engine"]):
         completion = Completion(list(prompt), seed=seed, choice=choice)
         job = InferenceJob(completion, sampling, text, lane)
         if self.hf is not None:
-            job.detokenizer = Detokenizer(self.hf, sampling.stop, sampling.shown_ids)
+            job.detokenizer = Detokenizer(
+                self.hf, sampling.stop, sampling.shown_ids, sampling.min_new_tokens
+            )
         if sampling.grammar is not None:
             job.matcher = GrammarMatcher(self._grammars, sampling.grammar)
         self._jobs[id(text)] = job
@@ -371,9 +392,28 @@ class Engine(AbstractContextManager["Engine"]):
             targets = [(position, work.text.tokens[position + 1]) for position in work.scored]
             sampled = [(work.start + work.count - 1, None)] if work.samples else []
             for position, target in (*targets, *sampled):
-                outputs.append(_output_of_job(job, work.row + position - work.start, target))
+                outputs.append(self._output_of_job(job, work.row + position - work.start, target))
                 jobs.append(job)
         return outputs, jobs
+
+    def _output_of_job(self, job: InferenceJob, row: int, target: int | None) -> RowOutput:
+        sampling, completion = job.sampling, job.completion
+        excluded_ids: tuple[int, ...] = ()
+        if len(completion.tokens) < sampling.min_new_tokens:
+            ends = () if sampling.ignore_eos else self.config.ends
+            excluded_ids = (*ends, *sampling.stop_ids)
+        return RowOutput(
+            row=row,
+            sampling=sampling,
+            tokens=job.text.tokens,
+            prompt_length=job.text.prompt_length,
+            seed=completion.seed,
+            choice=completion.choice,
+            target=target,
+            top=sampling.logprobs if target is None else sampling.prompt_logprobs,
+            matcher=job.matcher,
+            excluded_ids=excluded_ids,
+        )
 
     def _take(self, job: InferenceJob, output: RowOutput, row: Sequence[float], width: int) -> None:
         if output.target is not None:
@@ -417,22 +457,6 @@ class Engine(AbstractContextManager["Engine"]):
         job.completion.finish_reason = reason
         self.lanes[job.lane].remove(job.text)
         del self._jobs[id(job.text)]
-
-
-def _output_of_job(job: InferenceJob, row: int, target: int | None) -> RowOutput:
-    sampling, completion = job.sampling, job.completion
-    top = sampling.logprobs if target is None else sampling.prompt_logprobs
-    return RowOutput(
-        row=row,
-        sampling=sampling,
-        tokens=job.text.tokens,
-        prompt_length=job.text.prompt_length,
-        seed=completion.seed,
-        choice=completion.choice,
-        target=target,
-        top=top,
-        matcher=job.matcher,
-    )
 
 
 def _find_limits(chunks: Sequence[nn.Module], config: EngineConfig, reuses: bool) -> Limits:

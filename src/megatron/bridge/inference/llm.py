@@ -20,7 +20,15 @@ if TYPE_CHECKING:
     from megatron.bridge.inference.refit.replacement import WeightStep
 
 
-_ENGINE = ("max_requests", "kv_memory", "window_rings", "graphs", "chunk", "rows")
+_ENGINE = (
+    "max_requests",
+    "kv_memory",
+    "prefix_reuse",
+    "window_rings",
+    "graphs",
+    "chunk",
+    "rows",
+)
 """Options of ``LLM`` that are also fields of ``EngineConfig``."""
 
 
@@ -43,6 +51,7 @@ class LLM:
         max_context: tokens of a prompt and its completion; None uses the model's maximum.
         max_requests: texts that are computed at the same time.
         kv_memory: bytes for keys, values and states on each rank.
+        prefix_reuse: texts reuse the caches of others that begin with the same tokens, in full chunks.
         window_rings: layers with a sliding window cache only the window, so more texts fit, but texts do not share
             prefixes.
         graphs: on one rank, replay decoding steps if the model always launches the same kernels.
@@ -70,6 +79,7 @@ class LLM:
         max_context: int | None = None,
         max_requests: int = 32,
         kv_memory: int = 4 << 30,
+        prefix_reuse: bool = True,
         window_rings: bool = False,
         graphs: bool = True,
         chunk: int = 256,

@@ -183,15 +183,20 @@ class PromptReader:
         assert self.media is not None, "tokens() has refused images"
         return MediaProcessor(self.media, self.hf)
 
-    def tokens(self, prompt: Prompt | Messages, location: str) -> list[int]:
+    def tokens(
+        self, prompt: Prompt | Messages, location: str, continues: bool = False
+    ) -> list[int]:
         """Return the token ids of a text with special tokens, or of a conversation.
 
-        Messages of errors begin with ``location``.
+        Args:
+            prompt: The text, its token ids, or messages.
+            location: What messages of errors begin with.
+            continues: The last message is the beginning of the answer, which the model continues.
         """
         if isinstance(prompt, Mapping) or (
             isinstance(prompt, list) and prompt and isinstance(prompt[0], dict)
         ):
-            return self._of_chat(prompt, location)  # type: ignore[arg-type]
+            return self._of_chat(prompt, location, continues)  # type: ignore[arg-type]
         if isinstance(prompt, list) and all(isinstance(token, int) for token in prompt):
             return prompt  # type: ignore[return-value]
         if not isinstance(prompt, str):
@@ -214,27 +219,28 @@ class PromptReader:
         except ValueError:  # there is none
             return ""
 
-    def _render_chat(self, chat: Chat, location: str) -> str:
+    def _render_chat(self, chat: Chat, location: str, continues: bool) -> str:
         template = ChatTemplate(self.hf, self.template, parts=self.media is not None)
         try:
-            return template.prompt(chat, location)
+            return template.prompt(chat, location, continues)
         except UserError:
             # templates such as DeepSeek's join the arguments of calls to texts
             if not any(message.get("tool_calls") for message in chat.messages):
                 raise
-            return template.prompt(_with_argument_texts(chat), location)
+            return template.prompt(_with_argument_texts(chat), location, continues)
 
-    def _of_chat(self, messages: Messages, location: str) -> list[int]:
+    def _of_chat(self, messages: Messages, location: str, continues: bool) -> list[int]:
         if self.hf is None:
             raise UserError(
                 f"{location}: a conversation needs a tokenizer, which the model does not have"
             )
         chat = parse_chat(messages, location)
         if chat.images:
-            return self._with_images(chat, location)
-        return self.hf.encode(self._render_chat(chat, location), add_special_tokens=False)
+            return self._with_images(chat, location, continues)
+        text = self._render_chat(chat, location, continues)
+        return self.hf.encode(text, add_special_tokens=False)
 
-    def _with_images(self, chat: Chat, location: str) -> TokensWithImages:
+    def _with_images(self, chat: Chat, location: str, continues: bool) -> TokensWithImages:
         if self.media is None:
             raise UserError(
                 f"{location}: the prompt has images, but the model has no image processor: remove them, or give the "
@@ -245,7 +251,7 @@ class PromptReader:
         )
         text = ChatTemplate(
             self.hf, self.template or self.processor.chat_template, parts=True
-        ).prompt(chat, location)
+        ).prompt(chat, location, continues)
         text = expand(RenderedChat(text, [], []), references, self.processor, location).text
         tokens = np.array(self.hf.encode(text, add_special_tokens=False))
         rows = media_rows(torch.from_numpy(tokens), *self.processor.token_ids).numpy()

@@ -25,6 +25,8 @@ class Sampling:
     max_new_tokens: int = (
         256  # maximum tokens to generate; 0 only computes log-probabilities of the prompt
     )
+    # tokens before which the end tokens, ``stop_ids`` and ``stop`` do not end the completion
+    min_new_tokens: int = 0
     temperature: float = 0.0  # divides the logits; below 1e-6, the most likely token is chosen
     top_k: int = 0  # keep the k most likely tokens; 0 keeps all
     top_p: float = 1.0  # keep the most likely tokens with this total probability
@@ -69,6 +71,14 @@ class Sampling:
                 continue
             if not isinstance(value, kinds) or isinstance(value, bool) or not holds(value):
                 raise UserError(f"{name}={value!r} must be {rule}")
+        if self.min_new_tokens > self.max_new_tokens:
+            raise UserError(
+                f"min_new_tokens={self.min_new_tokens} is more than max_new_tokens={self.max_new_tokens}: lower it"
+            )
+        if self.grammar is not None and self.min_new_tokens:
+            raise UserError(
+                f"min_new_tokens={self.min_new_tokens}: a grammar says where a completion ends: remove one"
+            )
         if self.grammar is not None and self.ignore_eos:
             raise UserError("ignore_eos=True: a grammar says where a completion ends: remove one")
         self._check_lists()
@@ -138,6 +148,7 @@ _NUMBER = (int, float)
 _PENALTY = (_NUMBER, "a number from -2 to 2", lambda value: -2 <= value <= 2)
 _RULES: dict[str, tuple[Any, str, Any]] = {
     "max_new_tokens": (int, "a number of at least 0", _at_least(0)),
+    "min_new_tokens": (int, "a number of at least 0", _at_least(0)),
     "temperature": (_NUMBER, "a number of at least 0: 0 is greedy", _at_least(0)),
     "top_k": (int, "a number of at least 0: 0 keeps all tokens", _at_least(0)),
     "top_p": (

@@ -39,16 +39,29 @@ def choose(
     seed: int,
     choice: int,
     matcher: GrammarMatcher | None = None,
+    excluded_ids: Sequence[int] = (),
 ) -> Tensor:
-    """Sample the next token [] after ``tokens``, which begin with the prompt.
+    """Sample the next token [] after ``tokens``, which begin with the prompt. Does not synchronize a GPU.
 
-    Does not synchronize a GPU. ``matcher`` excludes the tokens that do not follow the grammar of the request.
+    Args:
+        logits: [vocabulary], of the last of ``tokens``.
+        sampling: Sampling of the request.
+        tokens: Tokens of the prompt and of the text after it.
+        prompt_length: Number of tokens of the prompt.
+        seed: Seed of the text.
+        choice: Index of the completion.
+        matcher: Excludes the tokens that do not follow the grammar of the request.
+        excluded_ids: Further tokens that are not chosen.
     """
     if sampling.changes_logits:
         logits = penalized(logits.float(), sampling, tokens, prompt_length)
     if matcher is not None:
         allowed = matcher.allowed_tokens(tokens[prompt_length:])
         logits = logits.float().masked_fill(~allowed.to(logits.device), -torch.inf)
+    if excluded_ids:
+        logits = logits.float().index_fill(
+            -1, torch.tensor(excluded_ids, device=logits.device), -torch.inf
+        )
     if sampling.is_greedy:
         return logits.argmax()
     probabilities = truncated(logits.float() / sampling.temperature, sampling).double().softmax(-1)
@@ -115,6 +128,7 @@ class RowOutput:
     target: int | None  # return the log-probability of this token instead of sampling
     top: int | None  # number of most likely tokens to return; None for no log-probabilities
     matcher: GrammarMatcher | None = None  # restricts the token that is sampled
+    excluded_ids: Sequence[int] = ()  # tokens that are not sampled
 
 
 def width_of(outputs: Sequence[RowOutput]) -> int:
@@ -135,7 +149,7 @@ def choose_outputs(logits: Tensor, outputs: Sequence[RowOutput], width: int) -> 
     for index, output in enumerate(outputs):
         if output.target is not None:
             table[index, 0] = output.target
-        elif not output.sampling.is_plain:
+        elif output.excluded_ids or not output.sampling.is_plain:
             table[index, 0] = choose(
                 logits[index],
                 output.sampling,
@@ -144,6 +158,7 @@ def choose_outputs(logits: Tensor, outputs: Sequence[RowOutput], width: int) -> 
                 output.seed,
                 output.choice,
                 output.matcher,
+                output.excluded_ids,
             )
     # a maximum is NaN if any value is
     samples = torch.tensor([output.target is None for output in outputs], device=logits.device)

@@ -222,6 +222,8 @@ class Scheduler:
         self.arena = Arena(limits.tokens)
         self.waiting: deque[ScheduledText] = deque()
         self.running: list[ScheduledText] = []
+        self.prefix_queries = 0  # tokens of prompts for which cached prefixes were looked up
+        self.prefix_hits = 0  # tokens of these that were not computed again
         self._slots = list(range(limits.requests))[::-1]
         self._over: OrderedDict[int, ScheduledText] = OrderedDict()  # by extent, oldest first
         self._chunks: dict[
@@ -330,6 +332,9 @@ class Scheduler:
             return False
         self.waiting.popleft()
         text.extent, text.slot, text.computed = extent, self._slots.pop(), shared
+        if self.limits.reuses:
+            self.prefix_queries += text.prompt_length
+            self.prefix_hits += shared
         if donor is not None and donor.extent is not None and shared:
             plan.copies.append(Copy(donor.extent, extent, shared))
         self.running.append(text)

@@ -123,6 +123,13 @@ def load(args: argparse.Namespace, **options: Any) -> Any:
 
 def llm_options(args: argparse.Namespace) -> dict[str, Any]:
     """Return the keyword arguments of ``LLM`` from the options of ``add_model_options``."""
-    names = (*_SAME, "window_rings", "graphs", "trust_remote_code", "trust_checkpoint")
+    names = (
+        *_SAME,
+        "prefix_reuse",
+        "window_rings",
+        "graphs",
+        "trust_remote_code",
+        "trust_checkpoint",
+    )
     named = {"adapters": getattr(args, "adapters", None), "template": _template(args)}
     return {**named, **{name: getattr(args, name) for name in names}}

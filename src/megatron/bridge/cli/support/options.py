@@ -193,6 +193,12 @@ def add_model_options(parser: Parser, max_requests: int = 32) -> None:
         help="memory for keys, values and states (4GB)",
     )
     memory.add_argument(
+        "--prefix-reuse",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="reuse the caches of texts that begin with the same tokens",
+    )
+    memory.add_argument(
         "--window-rings",
         action="store_true",
         help=(

@@ -74,9 +74,17 @@ class ChatTemplate:
         self._refuse_header(chat, location)
         return RenderedChat(text, spans, unused)
 
-    def prompt(self, chat: Chat, location: str) -> str:
-        """Render the conversation with the generation prompt at the end."""
-        return self._text(chat, len(chat.messages), True, location)[0]
+    def prompt(self, chat: Chat, location: str, continues: bool = False) -> str:
+        """Render the conversation as a prompt.
+
+        Args:
+            chat: The conversation.
+            location: File and line, or field of a request, for messages.
+            continues: End inside of the last message, which the model continues, instead of with
+                the generation prompt.
+        """
+        count = len(chat.messages)
+        return self._text(chat, count, not continues, location, continues)[0]
 
     def _unused(self, chat: Chat, text: str, location: str) -> list[str]:
         """Return the names of the fields that the template does not render."""
@@ -140,7 +148,7 @@ class ChatTemplate:
         return len(before), len(through)
 
     def _text(
-        self, chat: Chat, count: int, generate: bool, location: str
+        self, chat: Chat, count: int, generate: bool, location: str, continues: bool = False
     ) -> tuple[str, list[Span]]:
         """Render the first ``count`` messages; return the text and the parts that are marked as generated."""
         template = self._source(chat, location)
@@ -155,7 +163,11 @@ class ChatTemplate:
                 template,
                 messages,
                 chat.tools,
-                {"add_generation_prompt": generate, **variables},
+                {
+                    "add_generation_prompt": generate,
+                    "continue_final_message": continues,
+                    **variables,
+                },
                 find_spans=bool(GENERATION.search(template)),
             )
         except Exception as error:  # the template is a program of its own

@@ -300,7 +300,8 @@ def _tokenize_body(server: Server, body: TokenizeRequest) -> list[int]:
                 server.reader, server.reader.template_source(), body.chat_template_kwargs, None
             ),
         }
-        return server.reader.tokens(record, "messages")
+        continues = bool(body.continue_final_message)
+        return server.reader.tokens(record, "messages", continues)
     return server.reader.hf.encode(body.prompt, add_special_tokens=body.add_special_tokens)
 
 

@@ -88,6 +88,7 @@ def plan_chat(reader: PromptReader, body: ChatRequest, tool_parser: str | None) 
             ),
         },
         "messages",
+        continues=bool(body.continue_final_message),
     )
     return _plan_answer(reader, body, prompt, source, find_tool_format(source, tool_parser))
 

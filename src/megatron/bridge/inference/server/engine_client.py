@@ -41,7 +41,7 @@ class EngineClient:
         self._numbers = itertools.count()
         self._streams: dict[int, RequestStream] = {}
         self._outbox: queue.SimpleQueue[Submit | Cancel] = queue.SimpleQueue()
-        self.load = Load(0, 0, 0.0)
+        self.load = Load()
         self.failure: str | None = None
         workers.start(engine_loop.run)
         for target in (self._read, self._write):

@@ -56,11 +56,21 @@ Event = Accepted | RefusedRequest | ChoiceProgress
 
 @dataclass(frozen=True)
 class Load:
-    """Load of the engine: running and waiting texts, and the fraction of the caches in use."""
+    """Load of the engine.
 
-    running: int
-    waiting: int
-    caches: float
+    Attributes:
+        running: Texts that are computed.
+        waiting: Texts that wait.
+        caches: The fraction of the caches in use.
+        prefix_queries: Tokens of prompts so far for which cached prefixes were looked up.
+        prefix_hits: Tokens of these that were not computed again.
+    """
+
+    running: int = 0
+    waiting: int = 0
+    caches: float = 0.0
+    prefix_queries: int = 0
+    prefix_hits: int = 0
 
 
 @dataclass
@@ -130,10 +140,13 @@ class EngineLoop:
         lanes = self._engine.lanes
         size = sum(lane.arena.size for lane in lanes)
         held = sum(lane.held_tokens for lane in lanes)
-        running, waiting = (
-            sum(len(getattr(lane, name)) for lane in lanes) for name in ("running", "waiting")
+        return Load(
+            running=sum(len(lane.running) for lane in lanes),
+            waiting=sum(len(lane.waiting) for lane in lanes),
+            caches=held / size if size else 0.0,
+            prefix_queries=sum(lane.prefix_queries for lane in lanes),
+            prefix_hits=sum(lane.prefix_hits for lane in lanes),
         )
-        return Load(running, waiting, held / size if size else 0.0)
 
 
 def _unreported_part(request: int, sent: _Sent) -> ChoiceProgress | None:

@@ -22,6 +22,13 @@ _SECONDS = (0.001, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30, 60, 
 
 
 class Metrics:
+    """Counts of the server.
+
+    Args:
+        name: Name of the model.
+        load: Returns the engine's load, whose totals only grow.
+    """
+
     def __init__(self, name: str, load: Callable[[], Load]) -> None:
         self._registry = CollectorRegistry()
 
@@ -39,6 +46,14 @@ class Metrics:
         )
         labeled(Gauge, "kv_cache_usage_perc", "used part of the caches").set_function(
             lambda: load().caches
+        )
+        self._load = load
+        self._counted = Load()  # what the counters of the engine's totals have
+        self._prefix_queries = labeled(
+            Counter, "prefix_cache_queries", "tokens of prompts that were looked up in the caches"
+        )
+        self._prefix_hits = labeled(
+            Counter, "prefix_cache_hits", "tokens of prompts that the caches held"
         )
         self._prompt = labeled(Counter, "prompt_tokens", "tokens of prompts")
         self._generated = labeled(Counter, "generation_tokens", "generated tokens")
@@ -58,6 +73,10 @@ class Metrics:
         self._name = name
 
     def text(self) -> bytes:
+        load = self._load()
+        self._prefix_queries.inc(load.prefix_queries - self._counted.prefix_queries)
+        self._prefix_hits.inc(load.prefix_hits - self._counted.prefix_hits)
+        self._counted = load
         return generate_latest(self._registry)
 
     def watch(self, prompt_tokens: int) -> "RequestTimes":

@@ -25,7 +25,7 @@ from megatron.bridge.inference.grammars import (
     written_grammar,
 )
 from megatron.bridge.inference.requests import MOST_BIAS, Sampling
-from megatron.bridge.utils.errors import did_you_mean
+from megatron.bridge.utils.errors import UserError, did_you_mean
 
 MOST_CHOICES, MOST_LOGPROBS, MOST_STOPS, LONGEST_STOP, MOST_PROMPTS = 16, 20, 16, 256, 64
 MOST_MESSAGES, MOST_CHARACTERS = 1000, 1 << 20
@@ -40,10 +40,6 @@ NOT_SUPPORTED = {
     "length_penalty": "beams are not supported: leave it out",
     "early_stopping": "beams are not supported: leave it out",
     "use_beam_search": "beams are not supported: leave it out",
-    "add_generation_prompt": "the server always asks for an answer: leave it out",
-    "continue_final_message": (
-        "the last answer cannot be continued: leave it out, or use /v1/completions"
-    ),
     "spaces_between_special_tokens": "the tokenizer decides it: leave it out",
     "chat_template": "templates of requests are not used: start the server with --chat-template",
     "suffix": "text cannot be inserted before a suffix: leave it out",
@@ -59,8 +55,6 @@ _DEFAULT_VALUES: dict[str, tuple[Any, ...]] = {
     "length_penalty": (1, 1.0),
     "early_stopping": (False,),
     "use_beam_search": (False,),
-    "add_generation_prompt": (True,),
-    "continue_final_message": (False,),
     "spaces_between_special_tokens": (True,),
     "verbosity": ("medium",),
 }
@@ -172,6 +166,7 @@ class GenerationRequest(_Strict):
     n: int | None = Field(None, ge=1, le=MOST_CHOICES)
     seed: int | None = Field(None, ge=-(1 << 63), lt=1 << 63)
     stop: StopText = None
+    min_tokens: int | None = Field(None, ge=0, le=1 << 31)
     stop_token_ids: list[int] | None = Field(None, max_length=MOST_STOPS)
     ignore_eos: bool | None = None
     stream: bool | None = None
@@ -253,8 +248,9 @@ class GenerationRequest(_Strict):
             raise ValueError(
                 "give one of response_format, structured_outputs and the fields guided_..."
             )
-        if structures and self.ignore_eos:
-            raise ValueError("ignore_eos: the format of the answer says where it ends: remove one")
+        for name in ("ignore_eos", "min_tokens"):
+            if structures and getattr(self, name):
+                raise ValueError(f"{name}: the format of the answer says where it ends: remove one")
         return self
 
     def grammar(self) -> str | None:
@@ -263,12 +259,24 @@ class GenerationRequest(_Strict):
         return structures[0].grammar() if structures else None
 
     def sampling(self, **more: Any) -> Sampling:
-        """Return the sampling of the request, with OpenAI's defaults."""
+        """Return the sampling of the request, with OpenAI's defaults.
+
+        Args:
+            **more: Further values of ``Sampling``, with ``max_new_tokens``.
+
+        Raises:
+            UserError: ``min_tokens`` is more than that.
+        """
+        if self.min_tokens is not None and self.min_tokens > more["max_new_tokens"]:
+            raise UserError(
+                f"min_tokens={self.min_tokens} is more than max_tokens={more['max_new_tokens']}: lower it"
+            )
         given = {
             **{name: getattr(self, name) for name in _SAMPLING},
             "temperature": 1.0 if self.temperature is None else self.temperature,
             "top_k": max(self.top_k or 0, 0),
             "stop_ids": self.stop_token_ids,
+            "min_new_tokens": self.min_tokens,
             "logit_bias": {int(key): value for key, value in (self.logit_bias or {}).items()},
         }
         return Sampling(
@@ -444,6 +452,19 @@ class NamedTool(_Strict):
     function: FunctionName
 
 
+def _check_beginning(messages: list[ChatMessage], add_generation_prompt: bool | None) -> None:
+    """Refuse conversations whose last message is not the beginning of an answer."""
+    if add_generation_prompt:
+        raise ValueError(
+            "continue_final_message and add_generation_prompt exclude each other: leave out the second"
+        )
+    last = messages[-1]
+    if last.role != "assistant" or not last.content or last.tool_calls:
+        raise ValueError(
+            "continue_final_message: the last message must be of the assistant, with content and without calls"
+        )
+
+
 class ChatRequest(GenerationRequest):
     """The body of ``/v1/chat/completions``."""
 
@@ -458,6 +479,18 @@ class ChatRequest(GenerationRequest):
         None
     )
     chat_template_kwargs: dict[str, Any] | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+
+    @model_validator(mode="after")
+    def _check_continuation(self) -> "ChatRequest":
+        if self.continue_final_message:
+            _check_beginning(self.messages, self.add_generation_prompt)
+        elif self.add_generation_prompt is False:
+            raise ValueError(
+                "add_generation_prompt=false asks for no answer: leave it out, or set continue_final_message"
+            )
+        return self
 
     @model_validator(mode="after")
     def _check_chat(self) -> "ChatRequest":
@@ -502,12 +535,22 @@ class TokenizeRequest(_Strict):
     tools: list[Tool] | None = Field(None, max_length=_MOST_TOOLS)
     chat_template_kwargs: dict[str, Any] | None = None
     add_special_tokens: bool = True
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
     return_token_strs: bool | None = None
 
     @model_validator(mode="after")
     def _check_source(self) -> "TokenizeRequest":
         if (self.prompt is None) == (self.messages is None):
             raise ValueError("give one of prompt and messages")
+        if self.continue_final_message:
+            if self.messages is None:
+                raise ValueError("continue_final_message needs messages: leave it out")
+            _check_beginning(self.messages, self.add_generation_prompt)
+        elif self.add_generation_prompt is False:
+            raise ValueError(
+                "add_generation_prompt=false: prompts for no answer are not made here: leave it out"
+            )
         return self
 
 
