@@ -77,6 +77,16 @@ def add_arguments(parser: Parser) -> None:
         help="seconds to finish after SIGTERM (600)",
     )
     parser.add_argument(
+        "--embed",
+        action="store_true",
+        help="return embeddings of a language model; models with a head need no option",
+    )
+    parser.add_argument(
+        "--pooling",
+        choices=["last_token", "mean"],
+        help="states that make an embedding (default: as the model declares, or last_token)",
+    )
+    parser.add_argument(
         "--tool-parser",
         metavar="NAME",
         help="format of tool calls, such as hermes (default: by the chat template)",
@@ -105,7 +115,8 @@ def run(args: argparse.Namespace) -> int:
         drain_seconds=args.drain_timeout,
         tool_parser=args.tool_parser,
     )
-    serve(args.model, model_options.llm_options(args), config)
+    options = {**model_options.llm_options(args), "embed": args.embed, "pooling": args.pooling}
+    serve(args.model, options, config)
     return 0
 
 

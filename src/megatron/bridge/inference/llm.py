@@ -91,7 +91,7 @@ class LLM:
         self._cleanup = ExitStack()
         self._workers: Any = None
         self._replacement: Any = None
-        process_count = _check_sizes(
+        process_count = check_sizes(
             tp, pp, ep, etp, max_requests, chunk, 1 if rows is None else rows
         )
         if process_count > 1 and "RANK" not in os.environ:
@@ -101,7 +101,7 @@ class LLM:
                 Workers(process_count, LLM, str(path), options)
             )
             ((self.reader, self.max_context, self.declared_ends),) = self._workers.iterate(
-                "facts", ()
+                "yield_facts", ()
             )
             return
         self._load(path, options)
@@ -121,7 +121,7 @@ class LLM:
         names = ("dtype", "adapter", "adapters", "tokenizer", "trust_remote_code", "media_root")
         more = {name: options[name] for name in names}
         with unpickling.trusting(options["trust_checkpoint"]):
-            model = load(path, _parallel_sizes(options), **more)
+            model = load(path, parallel_sizes(options), **more)
         context = options["max_context"] or model.max_context
         if not 1 < context <= model.max_context:
             raise UserError(
@@ -154,7 +154,7 @@ class LLM:
         """Tokenizer of transformers; None without one."""
         return self.reader.hf
 
-    def facts(self) -> Iterator[tuple["PromptReader", int, set[int]]]:
+    def yield_facts(self) -> Iterator[tuple["PromptReader", int, set[int]]]:
         """Yield prompt reader, maximum context and end tokens, for a process that has not loaded the model."""
         yield self.reader, self.max_context, self.declared_ends
 
@@ -301,20 +301,21 @@ def _refuse_not_finite(completions: Sequence[Completion]) -> None:
 def ranks_of(options: dict[str, Any]) -> int:
     """Return the number of processes that an ``LLM`` with these options uses."""
     defaults = {"tp": 1, "pp": 1, "ep": 1, "etp": None, "max_requests": 32, "chunk": 256, "rows": 1}
-    return _check_sizes(*(options.get(name, value) for name, value in defaults.items()))
+    return check_sizes(*(options.get(name, value) for name, value in defaults.items()))
 
 
-def _check_sizes(tp: int, pp: int, ep: int, etp: int | None, *sizes: int) -> int:
+def check_sizes(tp: int, pp: int, ep: int, etp: int | None, *sizes: int) -> int:
     """Check the sizes and return the number of processes of the layout."""
     for name, size in (("tp", tp), ("pp", pp), ("ep", ep), ("etp", etp or 1)):
         if size < 1:
             raise UserError(f"{name}={size}: a parallel size must be at least 1")
-    if min(sizes) < 1:
+    if sizes and min(sizes) < 1:
         raise UserError(f"max_requests, chunk and rows are {sizes}: each must be at least 1")
     return pp * math.lcm(tp, ep * (etp or tp))
 
 
-def _parallel_sizes(options: dict[str, Any]) -> dict[str, Any]:
+def parallel_sizes(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the layout of the options ``tp``, ``pp``, ``ep`` and ``etp`` by the names of a provider's fields."""
     return {
         "tensor_model_parallel_size": options["tp"],
         "pipeline_model_parallel_size": options["pp"],

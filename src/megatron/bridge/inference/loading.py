@@ -21,6 +21,11 @@ from megatron.bridge.peft.checkpoint import load_adapters, saved_base
 from megatron.bridge.utils import console, storage
 from megatron.bridge.utils.errors import UserError
 
+
+class HeadError(UserError):
+    """A model has a head instead of an output layer, so it generates no tokens."""
+
+
 DTYPES = ("float32", "bfloat16", "float16")
 
 
@@ -51,6 +56,8 @@ def load(
     tokenizer: str | None = None,
     trust_remote_code: bool = False,
     media_root: str | None = None,
+    with_head: bool = False,
+    head: str | None = None,
 ) -> LoadedModel:
     """Load a model with the parallel sizes of the running processes.
 
@@ -64,6 +71,12 @@ def load(
         adapters: several adapters by name, for requests to choose from.
         tokenizer: directory or hub id of another tokenizer.
         media_root: folder that must contain the images; None allows any path.
+        with_head: the model may have a head instead of an output layer.
+        head: the head to give to a model that has an output layer.
+
+    Raises:
+        HeadError: the model has a head, and ``with_head`` is false.
+        UserError: there is no such model, or the options contradict each other.
     """
     if dtype is not None and dtype not in DTYPES:
         raise UserError(f"dtype={dtype!r} is not one of {', '.join(DTYPES)}")
@@ -80,10 +93,7 @@ def load(
             paths.resolve(folder)
     source = _Source.of(path, sizes, trust_remote_code, leaves_out_adapter)
     provider, bridge = source.provider, source.bridge
-    if getattr(provider, "head", None) is not None:
-        raise UserError(
-            f"{path} has head={provider.head} and does not generate tokens: call the model of AutoBridge directly"
-        )
+    _set_head(path, provider, head, with_head)
     used = tokenizer or (tokenizer_of(path) if bridge is None else None)
     hf = _load_tokenizer(source.folder, used, trust_remote_code)
     _note_larger_tokenizer(hf, provider, used or source.folder)
@@ -113,6 +123,16 @@ def load(
         media,
         template=_trained_template(path, adapter),
     )
+
+
+def _set_head(path: str | Path, provider: Any, head: str | None, allowed: bool) -> None:
+    if head is not None:
+        provider.head = head
+    if getattr(provider, "head", None) is not None and not allowed:
+        raise HeadError(
+            f"{path} has head={provider.head} and does not generate tokens: `megatron-bridge serve` and "
+            "megatron.bridge.inference.pooling.PooledModel return its scores and embeddings"
+        )
 
 
 def _note_larger_tokenizer(hf: Any, provider: Any, folder: Any) -> None:

@@ -5,7 +5,14 @@
 import asyncio
 import sys
 import traceback
-from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from collections.abc import (
+    AsyncGenerator,
+    Awaitable,
+    Callable,
+    Collection,
+    Mapping,
+    Sequence,
+)
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
 from dataclasses import dataclass, field
@@ -67,10 +74,8 @@ class Server:
 
     def adapter_of(self, name: str | None) -> str | None:
         """Return the adapter for a model name, and refuse unknown names."""
-        models = (self.name, *self.adapters)
-        if name is not None and name not in models:
-            message = f"model {name!r:.100} is not served here{did_you_mean(name, models)}: use {' or '.join(models)}"
-            raise ApiError(404, message, "model", "model_not_found")
+        if name is not None:
+            check_model_name(name, (self.name, *self.adapters))
         return None if name == self.name else name
 
     async def tokenize(self, function: Callable[..., Any], *args: Any) -> Any:
@@ -132,7 +137,7 @@ def make_app(server: Server) -> FastAPI:
         redoc_url=None,
         default_response_class=AsciiJSONResponse,
     )
-    _add_errors(app)
+    add_error_handlers(app, _FIELDS)
     _add_facts(app, server)
     _add_tokenizer(app, server)
     _add_generation(app, server)
@@ -159,7 +164,14 @@ def as_api_error(error: Exception) -> ApiError:
     return ApiError(500, "internal error: see the server's log")
 
 
-def _add_errors(app: FastAPI) -> None:
+def add_error_handlers(app: FastAPI, fields: Mapping[str, Collection[str]]) -> None:
+    """Turn exceptions into OpenAI's error responses.
+
+    Args:
+        app: The application.
+        fields: Names of the fields of each endpoint's body, for suggestions.
+    """
+
     async def known(_: Request, error: Exception) -> Response:
         return _error_response(as_api_error(error))
 
@@ -168,7 +180,7 @@ def _add_errors(app: FastAPI) -> None:
 
     @app.exception_handler(RequestValidationError)
     async def invalid(request: Request, error: RequestValidationError) -> Response:
-        names = list(_FIELDS.get(request.url.path, ()))
+        names = list(fields.get(request.url.path, ()))
         deepest = max(
             error.errors(), key=lambda item: len(item["loc"])
         )  # the most specific error of a union's variants
@@ -222,9 +234,27 @@ def _add_facts(app: FastAPI, server: Server) -> None:
     async def chat_page() -> HTMLResponse:
         return HTMLResponse(page, headers=headers)
 
+    @app.get("/metrics")
+    async def metrics() -> Response:
+        return Response(server.metrics.text() if server.metrics else b"", media_type=CONTENT_TYPE)
+
+    add_state_endpoints(app, served, lambda: server.is_ready)
+
+
+def add_state_endpoints(
+    app: FastAPI, served: Mapping[str, Any], is_ready: Callable[[], bool]
+) -> None:
+    """Add the endpoints that every server has.
+
+    Args:
+        app: The application.
+        served: The description of each model by its name.
+        is_ready: Returns whether requests can be computed.
+    """
+
     @app.get("/health")
     async def health() -> dict[str, str]:
-        if not server.is_ready:
+        if not is_ready():
             raise ApiError(503, "the model is not ready yet: try again later", code="not_ready")
         return {"status": "ready"}
 
@@ -237,18 +267,21 @@ def _add_facts(app: FastAPI, server: Server) -> None:
     async def version() -> dict[str, str]:
         return {"version": VERSION}
 
-    @app.get("/metrics")
-    async def metrics() -> Response:
-        return Response(server.metrics.text() if server.metrics else b"", media_type=CONTENT_TYPE)
-
     @app.get("/v1/models")
     async def models() -> dict[str, Any]:
         return {"object": "list", "data": list(served.values())}
 
     @app.get("/v1/models/{name:path}")
     async def one_model(name: str) -> dict[str, Any]:
-        server.adapter_of(name)
+        check_model_name(name, served)
         return served[name]
+
+
+def check_model_name(name: str, served: Collection[str]) -> None:
+    """Refuse the name of a model that is not served."""
+    if name not in served:
+        message = f"model {name!r:.100} is not served here{did_you_mean(name, served)}: use {' or '.join(served)}"
+        raise ApiError(404, message, "model", "model_not_found")
 
 
 def _add_tokenizer(app: FastAPI, server: Server) -> None:

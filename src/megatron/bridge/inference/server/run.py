@@ -12,6 +12,7 @@ import signal
 import socket
 import sys
 import time
+from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
@@ -20,12 +21,13 @@ from typing import Any
 import uvicorn
 
 from megatron.bridge.inference import llm as llm_module
-from megatron.bridge.inference.llm import LLM
+from megatron.bridge.inference.pooling import PoolingFacts, open_model
 from megatron.bridge.inference.requests import NOT_FINITE, Sampling
 from megatron.bridge.inference.server.app import Server, make_app
 from megatron.bridge.inference.server.engine_client import EngineClient, EngineGoneError
 from megatron.bridge.inference.server.errors import ApiError, SlowReaderError, to_json
 from megatron.bridge.inference.server.metrics import Metrics
+from megatron.bridge.inference.server.pooling_app import PoolingServer, make_pooling_app
 from megatron.bridge.inference.server.tool_parsers import find_tool_format
 from megatron.bridge.inference.workers import Workers
 from megatron.bridge.utils.errors import UserError
@@ -234,8 +236,16 @@ def serve(path: str, options: dict[str, Any], config: ServeConfig) -> None:
         )
     find_tool_format("", config.tool_parser)  # refuses unknown names
     size = llm_module.ranks_of(options)
-    with _bound_socket(config) as sock, Workers(size, LLM, path, options) as workers:
-        ((reader, max_context, _),) = workers.iterate("facts", ())
+    with _bound_socket(config) as sock, Workers(size, open_model, path, options) as workers:
+        (facts,) = workers.iterate("yield_facts", ())
+        if isinstance(facts, PoolingFacts):
+            _refuse_idle_options(path, facts, options, config)
+            pooling_server = PoolingServer(
+                config.name, facts, workers, int(time.time()), config.request_seconds
+            )
+            _PoolingRun(pooling_server, config).run(sock)
+            return
+        reader, max_context, _ = facts
         if reader.hf is None:
             raise UserError(f"{path} has no tokenizer, which a server needs: give --tokenizer")
         adapters = tuple(options.get("adapters") or ())
@@ -252,7 +262,7 @@ def serve(path: str, options: dict[str, Any], config: ServeConfig) -> None:
             adapters=adapters,
             tool_parser=config.tool_parser,
         )
-        _Run(server, workers, config, options.get("max_requests", 32)).run(sock)
+        _GenerationRun(server, workers, config, options.get("max_requests", 32)).run(sock)
 
 
 @contextmanager
@@ -278,19 +288,47 @@ class _Uvicorn(uvicorn.Server):
         yield
 
 
-class _Run:
-    def __init__(
-        self, server: Server, workers: Workers, config: ServeConfig, max_requests: int
-    ) -> None:
-        self._server, self._workers, self._config = server, workers, config
-        self._capacity = max_requests + config.max_queue
+def _refuse_idle_options(
+    path: str, facts: PoolingFacts, options: dict[str, Any], config: ServeConfig
+) -> None:
+    """Refuse options of servers that generate."""
+    idle = {
+        "--adapters": options.get("adapters"),
+        "--chat-template": options.get("template"),
+        "--tool-parser": config.tool_parser,
+    }
+    for option, value in idle.items():
+        if value:
+            raise UserError(
+                f"{path} has head={facts.head}, so {option} has no effect: leave it out"
+            )
+
+
+class _Run(ABC):
+    """A server from its start to its end.
+
+    Args:
+        server: State of the endpoints, with ``name`` and ``is_ready``.
+        config: Address, limits and key.
+    """
+
+    def __init__(self, server: Any, config: ServeConfig) -> None:
+        self._server, self._config = server, config
         self._reason: str | None = None
         self._drains = False
 
+    @abstractmethod
+    def _make_app(self) -> tuple[Any, int]:
+        """Return the application, and the maximum bytes of a body."""
+
+    @abstractmethod
+    async def _warm_up(self) -> None:
+        """Compute a request, so that the server reports ready only when the model works."""
+
     def run(self, sock: socket.socket) -> None:
+        """Serve until a signal."""
         hosts = LOOPBACK | {self._config.host} if self._config.api_key is None else None
-        app = make_app(self._server)
-        body_bytes = TEXT_BYTES if self._server.reader.media is None else IMAGE_BYTES
+        app, body_bytes = self._make_app()
         app.router.lifespan_context = self._lifespan
         drop_note_of_uvicorn()
         self._uvicorn = _Uvicorn(
@@ -314,24 +352,20 @@ class _Run:
         loop = asyncio.get_running_loop()
         for signal_number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(signal_number, self._stop)
-        client = EngineClient(self._workers, self._capacity, self._failed)
-        self._server.client = client
-        self._server.metrics = Metrics(self._server.name, lambda: client.load)
-        warming = asyncio.create_task(self._warm_up(client))
+        self._begin()
+        warming = asyncio.create_task(self._become_ready())
         yield
         warming.cancel()
 
-    async def _warm_up(self, client: EngineClient) -> None:
-        """Generate a token, so that the server reports ready only when the model works."""
-        stream = client.submit([0], Sampling(max_new_tokens=1))
+    def _begin(self) -> None:  # noqa: B027 - not every server has something to do
+        """Connect the application with the model, in the event loop."""
+
+    async def _become_ready(self) -> None:
         try:
-            await stream.accepted()
-            async for progress in stream.progress():
-                if progress.finish_reason == "error":
-                    raise UserError(NOT_FINITE)
+            await self._warm_up()
         except EngineGoneError:
             return
-        except UserError as error:
+        except (UserError, ApiError) as error:
             self._failed(str(error))
             return
         self._server.is_ready = True
@@ -351,3 +385,40 @@ class _Run:
         self._reason = self._reason or reason
         self._uvicorn.config.timeout_graceful_shutdown = _FAILED_SECONDS
         self._uvicorn.should_exit = True
+
+
+class _GenerationRun(_Run):
+    """A server that generates."""
+
+    def __init__(
+        self, server: Server, workers: Workers, config: ServeConfig, max_requests: int
+    ) -> None:
+        super().__init__(server, config)
+        self._workers = workers
+        self._capacity = max_requests + config.max_queue
+
+    def _make_app(self) -> tuple[Any, int]:
+        has_images = self._server.reader.media is not None
+        return make_app(self._server), IMAGE_BYTES if has_images else TEXT_BYTES
+
+    def _begin(self) -> None:
+        client = EngineClient(self._workers, self._capacity, self._failed)
+        self._server.client = client
+        self._server.metrics = Metrics(self._server.name, lambda: client.load)
+
+    async def _warm_up(self) -> None:
+        stream = self._server.client.submit([0], Sampling(max_new_tokens=1))
+        await stream.accepted()
+        async for progress in stream.progress():
+            if progress.finish_reason == "error":
+                raise UserError(NOT_FINITE)
+
+
+class _PoolingRun(_Run):
+    """A server that scores or embeds."""
+
+    def _make_app(self) -> tuple[Any, int]:
+        return make_pooling_app(self._server), IMAGE_BYTES
+
+    async def _warm_up(self) -> None:
+        await self._server.pool([[0]])

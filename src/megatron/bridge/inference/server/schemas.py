@@ -77,17 +77,19 @@ Text = Annotated[str, AfterValidator(_check_encodable)]
 StopText = Text | list[Text] | None
 
 
-class _Strict(BaseModel):
+class Strict(BaseModel):
+    """A part of a request, in which unknown fields are errors."""
+
     model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
 
 
-class StreamOptions(_Strict):
+class StreamOptions(Strict):
     include_usage: bool | None = None
     include_obfuscation: bool | None = None  # OpenAI pads events with it; it changes no token
     continuous_usage_stats: Literal[False] | None = None
 
 
-class JsonSchema(_Strict):
+class JsonSchema(Strict):
     """OpenAI's description of a structured answer; each schema is followed, whatever ``strict`` is."""
 
     name: Text | None = None
@@ -96,7 +98,7 @@ class JsonSchema(_Strict):
     strict: bool | None = None
 
 
-class ResponseFormat(_Strict):
+class ResponseFormat(Strict):
     """OpenAI's form of a structured answer."""
 
     type: Literal["text", "json_object", "json_schema"]
@@ -115,7 +117,7 @@ class ResponseFormat(_Strict):
         return json_grammar({"type": "object"}) if self.type == "json_object" else None
 
 
-class StructuredOutputs(_Strict):
+class StructuredOutputs(Strict):
     """vLLM's form of a structured answer."""
 
     content: dict[str, Any] | Text | None = Field(None, alias="json")
@@ -154,7 +156,7 @@ class StructuredOutputs(_Strict):
         return json_grammar({"type": "object"})
 
 
-class GenerationRequest(_Strict):
+class GenerationRequest(Strict):
     """Fields that both kinds of completion requests share."""
 
     model: str | None = None
@@ -325,7 +327,7 @@ class CompletionRequest(GenerationRequest):
         return list(self.prompt)  # type: ignore[arg-type]
 
 
-class TextPart(_Strict):
+class TextPart(Strict):
     type: Literal["text"]
     text: Text
 
@@ -338,7 +340,7 @@ def _in_request(url: str) -> str:
     return url
 
 
-class ImageUrl(_Strict):
+class ImageUrl(Strict):
     """An image inside the request, as a data URL."""
 
     url: Annotated[Text, AfterValidator(_in_request)]
@@ -346,17 +348,17 @@ class ImageUrl(_Strict):
     detail: Literal["auto", "low", "high"] | None = None
 
 
-class ImagePart(_Strict):
+class ImagePart(Strict):
     type: Literal["image_url"]
     image_url: ImageUrl
 
 
-class FunctionCall(_Strict):
+class FunctionCall(Strict):
     name: Text = Field(min_length=1, max_length=256)
     arguments: Text  # a JSON object
 
 
-class ToolCall(_Strict):
+class ToolCall(Strict):
     """A call in an earlier answer."""
 
     id: Text | None = None
@@ -375,7 +377,7 @@ Nothing = Annotated[Any, AfterValidator(_check_nothing)]
 """A field of OpenAI's answers that is empty in every answer of this server."""
 
 
-class ChatMessage(_Strict):
+class ChatMessage(Strict):
     """A message of a conversation; an answer of the server, as its clients dump it, is one."""
 
     role: Text = Field(max_length=64)
@@ -422,7 +424,7 @@ class ChatMessage(_Strict):
         return record
 
 
-class ToolFunction(_Strict):
+class ToolFunction(Strict):
     """The function that a tool describes."""
 
     name: Text = Field(pattern=r"^[A-Za-z0-9_.-]{1,64}$")
@@ -431,7 +433,7 @@ class ToolFunction(_Strict):
     strict: bool | None = None
 
 
-class Tool(_Strict):
+class Tool(Strict):
     type: Literal["function"]
     function: ToolFunction
 
@@ -441,11 +443,11 @@ class Tool(_Strict):
         return {"type": "function", "function": function}
 
 
-class FunctionName(_Strict):
+class FunctionName(Strict):
     name: Text
 
 
-class NamedTool(_Strict):
+class NamedTool(Strict):
     """The choice of a tool that must be called."""
 
     type: Literal["function"]
@@ -526,7 +528,7 @@ class ChatRequest(GenerationRequest):
         return [] if self.tool_choice == "none" else self.tools or []
 
 
-class TokenizeRequest(_Strict):
+class TokenizeRequest(Strict):
     """The body of ``/tokenize``."""
 
     model: str | None = None
@@ -554,7 +556,7 @@ class TokenizeRequest(_Strict):
         return self
 
 
-class DetokenizeRequest(_Strict):
+class DetokenizeRequest(Strict):
     """The body of ``/detokenize``."""
 
     model: str | None = None

@@ -111,8 +111,29 @@ def run_megatron(chunks: Sequence[nn.Module], ids: Tensor, **extra: Any) -> Mode
     )
 
 
-def _run_pipeline(chunks: Sequence[nn.Module], ids: Tensor, extra: dict[str, Any]) -> Tensor | None:
-    """Run a forward pass through all stages; return the logits on the last stage."""
+@torch.no_grad()
+def run_head(chunks: Sequence[nn.Module], ids: Tensor) -> Tensor:
+    """Run the chunks of a model with a head; return its outputs [rows, sequence, n] on all ranks.
+
+    Args:
+        chunks: This rank's chunks.
+        ids: Token ids [rows, sequence].
+    """
+    outputs = exchange.all_gather_stages(_run_pipeline(chunks, ids, {}, is_sharded=False))
+    return next(output for output in outputs if output is not None)
+
+
+def _run_pipeline(
+    chunks: Sequence[nn.Module], ids: Tensor, extra: dict[str, Any], is_sharded: bool = True
+) -> Tensor | None:
+    """Run a forward pass through all stages; return the logits on the last stage.
+
+    Args:
+        chunks: This rank's chunks.
+        ids: Token ids [rows, sequence].
+        extra: Other inputs, such as images.
+        is_sharded: Tensor-parallel ranks have different logits, which are gathered.
+    """
     local_logits: list[Tensor] = []
     ids = ids.to(torch.cuda.current_device())
     usual = torch.arange(ids.shape[1], device=ids.device).expand_as(ids)
@@ -130,8 +151,10 @@ def _run_pipeline(chunks: Sequence[nn.Module], ids: Tensor, extra: dict[str, Any
 
     def step(_: Any, chunk: Any) -> tuple[Tensor, Any]:
         def keep(logits: Tensor) -> tuple[Tensor, dict[str, Any]]:
-            group = exchange.tensor_group()
-            shards = exchange.all_gather(logits, group, exchange.rank_and_size(group)[1])
+            shards = [logits]
+            if is_sharded:
+                group = exchange.tensor_group()
+                shards = exchange.all_gather(logits, group, exchange.rank_and_size(group)[1])
             local_logits.append(torch.cat(shards, dim=-1).cpu())
             return logits.sum(), {}
 
