@@ -25,8 +25,6 @@ class Sampling:
     max_new_tokens: int = (
         256  # maximum tokens to generate; 0 only computes log-probabilities of the prompt
     )
-    # tokens before which the end tokens, ``stop_ids`` and ``stop`` do not end the completion
-    min_new_tokens: int = 0
     temperature: float = 0.0  # divides the logits; below 1e-6, the most likely token is chosen
     top_k: int = 0  # keep the k most likely tokens; 0 keeps all
     top_p: float = 1.0  # keep the most likely tokens with this total probability
@@ -58,6 +56,8 @@ class Sampling:
     logprobs: int | None = None
     prompt_logprobs: int | None = None  # the same for the tokens of the prompt after the first
     score_from: int = 1  # index of the first token of the prompt whose log-probability is returned
+    # tokens before which the end tokens, ``stop_ids`` and ``stop`` do not end the completion
+    min_new_tokens: int = 0
 
     def __post_init__(self) -> None:
         object.__setattr__(
