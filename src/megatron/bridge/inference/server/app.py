@@ -22,6 +22,7 @@ from typing import Any
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import HTMLResponse, Response, StreamingResponse
+from pydantic import ValidationError
 from starlette.exceptions import HTTPException
 
 from megatron.bridge.inference.prompts import PromptReader
@@ -38,6 +39,7 @@ from megatron.bridge.inference.server.engine_client import EngineClient, EngineG
 from megatron.bridge.inference.server.errors import ApiError, SlowReaderError, to_json
 from megatron.bridge.inference.server.generation import Generation
 from megatron.bridge.inference.server.metrics import CONTENT_TYPE, Metrics
+from megatron.bridge.inference.server.responses import ResponsesRequest, ResponseWriter
 from megatron.bridge.inference.server.schemas import (
     ChatRequest,
     CompletionRequest,
@@ -202,6 +204,7 @@ def add_error_handlers(app: FastAPI, fields: Mapping[str, Collection[str]]) -> N
 _FIELDS = {
     "/v1/completions": CompletionRequest.model_fields,
     "/v1/chat/completions": ChatRequest.model_fields,
+    "/v1/responses": ResponsesRequest.model_fields,
     "/tokenize": TokenizeRequest.model_fields,
     "/detokenize": DetokenizeRequest.model_fields,
 }
@@ -375,16 +378,38 @@ def _add_generation(app: FastAPI, server: Server) -> None:
 
     @app.post("/v1/chat/completions")
     async def chat(body: ChatRequest, request: Request) -> Response:
-        adapter = server.adapter_of(body.model)
-        plan = await server.tokenize(plan_chat, server.reader, body, server.tool_parser)
-        name = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
-        limit = server.check_length(len(plan.prompt), getattr(body, name), name)
-        top = (body.top_logprobs or 0) if body.logprobs else None
-        more = {"max_new_tokens": limit, "logprobs": top, "adapter_name": adapter}
-        sampling = body.sampling(**more, **plan.changes)
-        chat_format = ChatFormat(server.texts, top, plan.answer_format)
-        generation = server.generation(chat_format, [plan.prompt], sampling, body.include_usage)
+        generation = await _plan_generation(server, body, body.include_usage)
         return await _answer_request(generation, request, bool(body.stream))
+
+    @app.post("/v1/responses")
+    async def responses(body: ResponsesRequest, request: Request) -> Response:
+        try:
+            chat_request = body.as_chat()
+        except ValidationError as error:
+            raise ApiError(400, schemas.describe(error.errors()[0], [])[0], "input") from error
+        generation = await _plan_generation(server, chat_request, include_usage=True)
+        writer = ResponseWriter(body, generation.model)
+        if body.stream:
+            await generation.start()
+            return _EventResponse(generation, _response_events(generation, writer))
+        answer = await _unless_gone(generation, request)
+        (choice,) = answer["choices"]
+        writer.add(choice["message"])
+        writer.finish(choice["finish_reason"], answer["usage"])
+        return AsciiJSONResponse(writer.response)
+
+
+async def _plan_generation(server: Server, body: ChatRequest, include_usage: bool) -> Generation:
+    """Return the generation that answers a conversation."""
+    adapter = server.adapter_of(body.model)
+    plan = await server.tokenize(plan_chat, server.reader, body, server.tool_parser)
+    name = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
+    limit = server.check_length(len(plan.prompt), getattr(body, name), name)
+    top = (body.top_logprobs or 0) if body.logprobs else None
+    more = {"max_new_tokens": limit, "logprobs": top, "adapter_name": adapter}
+    sampling = body.sampling(**more, **plan.changes)
+    chat_format = ChatFormat(server.texts, top, plan.answer_format)
+    return server.generation(chat_format, [plan.prompt], sampling, include_usage)
 
 
 def _check_ids(prompts: Sequence[str | list[int]]) -> None:
@@ -401,7 +426,7 @@ def _check_ids(prompts: Sequence[str | list[int]]) -> None:
 async def _answer_request(generation: Generation, request: Request, stream: bool) -> Response:
     if stream:
         await generation.start()
-        return _EventResponse(generation)
+        return _EventResponse(generation, _event_stream(generation))
     return AsciiJSONResponse(await _unless_gone(generation, request))
 
 
@@ -411,9 +436,9 @@ _NO_BUFFERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
 class _EventResponse(StreamingResponse):
     """A stream of server-sent events; when its sending ends, by whatever cause, the engine is told so."""
 
-    def __init__(self, generation: Generation) -> None:
+    def __init__(self, generation: Generation, events: AsyncGenerator[bytes]) -> None:
         self._generation = generation
-        self._events = _event_stream(generation)
+        self._events = events
         super().__init__(self._events, media_type="text/event-stream", headers=_NO_BUFFERS)
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
@@ -435,6 +460,35 @@ async def _event_stream(generation: Generation) -> AsyncGenerator[bytes]:
         yield b"data: " + to_json(as_api_error(error).body) + b"\n\n"
     finally:
         generation.close()
+
+
+async def _response_events(generation: Generation, writer: ResponseWriter) -> AsyncGenerator[bytes]:
+    """Yield the events of ``/v1/responses``, whose last one says how the response has ended."""
+    reason, usage = None, {}
+    try:
+        for event in writer.begin():
+            yield _named_event(event)
+        async with aclosing(generation.pieces()) as pieces:
+            async for piece in pieces:
+                usage = piece.get("usage", usage)
+                for choice in piece["choices"]:
+                    reason = choice["finish_reason"] or reason
+                    for event in writer.add(choice["delta"]):
+                        yield _named_event(event)
+        for event in writer.finish(reason, usage):
+            yield _named_event(event)
+    except Exception as error:  # the status line has already been sent
+        failure = as_api_error(error).body["error"]
+        yield _named_event({"type": "error", **{key: failure[key] for key in _ERROR_FIELDS}})
+    finally:
+        generation.close()
+
+
+_ERROR_FIELDS = ("code", "message", "param")
+
+
+def _named_event(event: dict[str, Any]) -> bytes:
+    return b"event: " + event["type"].encode() + b"\ndata: " + to_json(event) + b"\n\n"
 
 
 async def _unless_gone(generation: Generation, request: Request) -> dict[str, Any]:

@@ -32,7 +32,13 @@ from megatron.bridge.inference.server.tool_parsers import find_tool_format
 from megatron.bridge.inference.workers import Workers
 from megatron.bridge.utils.errors import UserError
 
-IMAGE_PATH = "/v1/chat/completions"  # endpoint whose bodies may contain images
+LARGE_PATHS = frozenset(
+    {
+        *("/v1/chat/completions", "/v1/responses"),
+        *("/v1/embeddings", "/classify", "/score", "/v1/score", "/rerank", "/v1/rerank"),
+    }
+)
+"""Endpoints whose bodies may contain images or many texts."""
 OPEN_PATHS = (
     "/",
     "/health",
@@ -75,7 +81,7 @@ class Guard:
             refused = self._refusal(scope)
             byte_limit = (
                 self._config.body_bytes
-                if scope["path"] == IMAGE_PATH
+                if scope["path"] in LARGE_PATHS
                 else min(self._config.body_bytes, TEXT_BYTES)
             )
             # a client that is still sending when the connection closes would not read the response
