@@ -83,7 +83,9 @@ class Detokenizer:
         text = self._decode(self._ids[self._first :])
         if not text.startswith(known) or (text.endswith(_REPLACEMENT) and not final):
             return "" if not final else text[len(known) :]
-        self._first, self._read = self._read, len(self._ids)
+        if text != known:  # else the next token still follows the last token that has a text
+            self._first = self._read
+        self._read = len(self._ids)
         return text[len(known) :]
 
     def _decode(self, ids: list[int]) -> str:
