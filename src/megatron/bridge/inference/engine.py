@@ -379,8 +379,8 @@ class Engine(AbstractContextManager["Engine"]):
         if output.target is not None:
             job.completion.prompt_logprobs.append(read_logprob(row, output.top or 0, width))
             return
-        if math.isnan(row[0]):
-            self._finish(job, "error")
+        if not math.isfinite(row[0]):
+            self._finish(job, "error" if math.isnan(row[0]) else "grammar")
             return
         token = int(row[0])
         job.text.tokens.append(token)
