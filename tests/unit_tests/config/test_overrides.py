@@ -219,8 +219,11 @@ BAD = [
         "model.block.buckett=5",
         "there is no model.block.buckett in Block; did you mean model.block.bucket?",
     ),
-    ("model=x", "model: it is a group: set its members, such as layers, rate, name"),
-    ("train=3", "train must be a Train, not 3"),
+    (
+        "model=x",
+        "model: it is a group: set its members, such as model.layers, model.rate, model.name",
+    ),
+    ("train=3", "train: it is a group: set its members, such as train."),
     ("train.seed", "'train.seed' is not of the form key.sub=value"),
     ("=3", "'=3' is not of the form"),
     ("train.seed=[1", "the value of train.seed is not valid YAML"),

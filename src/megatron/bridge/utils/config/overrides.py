@@ -400,9 +400,17 @@ class _Slot:
         if value == "???":
             raise UserError("??? marks a required value; set it")
         if self.annotation is Any and is_group(current) and not is_group(value):
-            members = ", ".join(entry.name for entry in config_fields(current)[:3])
-            raise UserError(f"it is a group: set its members, such as {members}")
-        return _expand_home(coerce(value, self.annotation, text))
+            raise self._group_error(current)
+        try:
+            return _expand_home(coerce(value, self.annotation, text))
+        except CoercionError:
+            if is_group(current) and not isinstance(raw, Mapping):
+                raise self._group_error(current) from None
+            raise
+
+    def _group_error(self, group: Any) -> UserError:
+        members = ", ".join(f"{self.key}.{entry.name}" for entry in config_fields(group)[:3])
+        return UserError(f"it is a group: set its members, such as {members}")
 
 
 def _restore_member(owner: dict[str, Any], name: str, old: Any) -> None:
