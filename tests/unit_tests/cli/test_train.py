@@ -607,7 +607,7 @@ BAD_FILES = [
         "there is no train.train_itres in TrainingConfig; did you mean train.train_iters or train.train_samples?",
     ),
     ("train: {train_iters: x}", RECIPE[1:], "train.train_iters must be an integer, not 'x'"),
-    ("train: {train_iters: 5}", [], "is not a whole config: give --recipe NAME"),
+    ("train: {train_iters: 5}", [], "is not a complete config: give --recipe NAME"),
     ("just words", RECIPE[1:], "holds no settings"),
     ("", RECIPE[1:], "holds no settings"),
     (

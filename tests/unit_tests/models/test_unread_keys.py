@@ -382,7 +382,7 @@ class Attack:
     [
         ({"weight": Attack()}, "contains more than tensors"),
         ({"model": {"weight": torch.ones(2)}}, "is not a state dict of tensors: it has model"),
-        (b"not a file of PyTorch", "is not a whole PyTorch file|contains more than tensors"),
+        (b"not a file of PyTorch", "is not a complete PyTorch file|contains more than tensors"),
     ],
 )
 def test_pickled_files_that_are_not_read(tmp_path, content, message, capsys):

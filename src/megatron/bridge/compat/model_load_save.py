@@ -18,7 +18,7 @@ from megatron.bridge.utils.patching import patched
 
 
 def load_model_config(checkpoint_path: str | Path) -> tuple[Any, None]:
-    """The provider that a checkpoint was saved with, and None in the place of Megatron-LM's arguments."""
+    """The provider that a checkpoint was saved with, and None instead of Megatron-LM's arguments."""
     return stored_provider.read(checkpoint_path), None
 
 

@@ -53,7 +53,7 @@ class LLM:
             prefixes.
         graphs: on one rank, replay decoding steps if the model always launches the same kernels.
         chunk: tokens of a prompt that one step computes together.
-        rows: maximum new tokens in a step, but one chunk fits beside any number of single tokens; None is 1,024 on a
+        rows: maximum new tokens in a step, but one chunk fits with any number of single tokens; None is 1,024 on a
             CPU and 8,192 on a GPU.
         trust_remote_code: run Python code of the model's repository.
         trust_checkpoint: unpickle all classes in a Megatron checkpoint, which can run code.

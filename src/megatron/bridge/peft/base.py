@@ -40,7 +40,7 @@ class PEFT:
     __one_of_several__: ClassVar[bool] = True  # a method is chosen by name, not by setting a member
 
     modules_to_save: list[str] = field(default_factory=list)
-    """Modules to train whole and save beside the adapters, by name or pattern."""
+    """Modules to train fully and save with the adapters, by name or pattern."""
     seed: int | None = None
     """Seed of the adapters' first values; None is ``rng.seed`` of a run, and 0 outside of one."""
 

@@ -38,7 +38,7 @@ def rows_of(site: Site) -> dict[str, int]:
 
 
 def _projected_roles(site: Site) -> str:
-    """The roles of ``qkv`` that a layer projects: some layers have no keys or values of their own."""
+    """The roles of ``qkv`` that a layer projects: some layers have no separate keys or values."""
     config, rows = site.config, site.weights[0].shape[0] * site.group.size()
     return "qkv"[
         : 1 + (rows // config.kv_channels - config.num_attention_heads) // config.num_query_groups

@@ -53,7 +53,7 @@ class LowRankPEFT(PEFT):
     """
 
     adapts_parts: ClassVar[bool] = False
-    """Whether parts of a fused layer can have factors of their own."""
+    """Whether parts of a fused layer can have separate factors."""
     parts_have_names: ClassVar[bool] = False
     """Whether targets name the parts of a fused layer (``linear_q``) instead of the layer."""
 
@@ -179,7 +179,7 @@ class LowRankPEFT(PEFT):
         return [replace(layer, is_linear=False), *parts]
 
     def _refuse_parts(self, chosen: Sequence[Candidate]) -> None:
-        """Refuse parts of a fused layer that have no factors of their own here."""
+        """Refuse parts of a fused layer that have no separate factors here."""
         names = {candidate.name for candidate in chosen}
         for candidate in chosen:
             if not candidate.is_part:
@@ -207,7 +207,7 @@ class LowRankPEFT(PEFT):
                 hf_name = candidate.hf_names[0].rpartition(".")[2]
                 hf_names_of.setdefault(leaf, set()).add(hf_name)
         return [
-            f"peft.target_modules: {', '.join(sorted(hf_names))} of {leaf} have factors of their own, as in the "
+            f"peft.target_modules: {', '.join(sorted(hf_names))} of {leaf} have separate factors, as in the "
             f"peft library; the name {leaf} stands for one adapter of the fused layer"
             for leaf, hf_names in hf_names_of.items()
         ]
@@ -277,7 +277,7 @@ def _refuse_other_dtype(chunks: Sequence[nn.Module], asked: torch.dtype | None) 
 
 @dataclass
 class SplitLoRA(LowRankPEFT):
-    """LoRA that can adapt parts of a fused layer, each with factors of its own."""
+    """LoRA that can adapt parts of a fused layer, each with separate factors."""
 
     adapts_parts: ClassVar[bool] = True
 

@@ -40,7 +40,7 @@ class Site:
     name: str  # name in the whole model: layers are counted from its start, not from the pipeline stage's
     module: nn.Module
     kind: ParallelKind  # how its weight is cut over the tensor-parallel ranks
-    experts: int | None  # experts on this rank, each with a weight of its own; None is one weight
+    experts: int | None  # experts on this rank, each with a separate weight; None is one weight
     halves: (
         int  # 2 where the outputs are gates above values, each cut over the ranks by itself; else 1
     )
@@ -101,11 +101,11 @@ def check(site: Site) -> None:
     if site.name == _TIED_OUTPUT and getattr(config, "share_embeddings_and_output_weights", False):
         raise UserError(
             f"peft.target_modules: {site.name} shares its weight with the embedding, which has no adapter: leave "
-            "it out, or train it whole with peft.modules_to_save"
+            "it out, or train it fully with peft.modules_to_save"
         )
     if ".shared_experts." in site.name and config.moe_shared_expert_overlap:
         raise UserError(
-            f"peft.target_modules: {site.name} runs beside the dispatcher and does not communicate by itself: set "
+            f"peft.target_modules: {site.name} overlaps with the dispatcher and does not communicate by itself: set "
             "model.moe_shared_expert_overlap=false"
         )
     if ".local_experts." in site.name:
@@ -147,7 +147,7 @@ class Candidate:
     hf_names: tuple[str, ...] = ()  # modules of transformers' model that compute the same
     is_part: bool = False  # whether only names of Hugging Face select it
     is_linear: bool = True  # whether ``all-linear`` selects it
-    can_be_apart: bool = True  # whether a part can have an adapter of its own
+    can_be_apart: bool = True  # whether a part can have a separate adapter
 
 
 def is_hidden(name: str) -> bool:

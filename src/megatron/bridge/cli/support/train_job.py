@@ -99,7 +99,7 @@ def _configured(args: argparse.Namespace) -> Job:
     overrides = [*args.overrides, *_overrides_after_data(args)]
     values = _read_config(args.config) if args.config else {}
     is_whole = TARGET in values
-    # references of a whole config are resolved again after overrides, which they may name
+    # references of a complete config are resolved again after overrides, which they may name
     of_file = references_in(values) if is_whole else values
     layers = [Layer(f"file {args.config}", of_file)] if of_file else []
     check_early([*layers, Layer("command line", overrides=overrides)])
@@ -177,7 +177,7 @@ def _overrides_after_data(args: argparse.Namespace) -> list[str]:
 
 
 def _check_length(job: Job) -> None:
-    """Refuse steps beside epochs; the steps of a recipe give way."""
+    """Refuse steps together with epochs; the steps of a recipe give way."""
     train = job.config.train
     if train.num_epochs is not None and "train.train_iters" in {
         change.key for change in job.changes
@@ -213,7 +213,7 @@ def _start(args: argparse.Namespace) -> Job:
         return _from_model(args)
     if args.recipe is None:
         reason = (
-            f"{args.config} is not a whole config" if args.config else "there is nothing to run"
+            f"{args.config} is not a complete config" if args.config else "there is nothing to run"
         )
         raise UserError(
             f"{reason}: give --recipe NAME (`megatron-bridge train --list` shows the names)"
@@ -239,7 +239,7 @@ def _from_whole_file(
     ]
     if extra:
         raise UserError(
-            f"--{extra[0]} cannot be used with {args.config}, a whole config: leave one out"
+            f"--{extra[0]} cannot be used with {args.config}, a complete config: leave one out"
         )
     from megatron.bridge.training.config import ConfigContainer
 

@@ -69,7 +69,7 @@ def read_header(file: Path) -> tuple[dict[str, TensorEntry], dict[str, str]]:
         with file.open("rb") as stream:
             length = int.from_bytes(stream.read(_LENGTH), "little")
             if size < _LENGTH or length > min(_LONGEST_HEADER, size - _LENGTH):
-                raise UserError(f"{file} is not a whole safetensors file: download it again")
+                raise UserError(f"{file} is not a complete safetensors file: download it again")
             header = strict_json.loads(stream.read(length))
         metadata = header.pop("__metadata__", {})
         entries = [

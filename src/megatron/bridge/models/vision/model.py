@@ -56,7 +56,7 @@ class WithVision(LanguageModule):
             position_ids: [b, s], or [3, b, s] for multimodal rotary embeddings
                 (``megatron.bridge.data.media.positions``).
             attention_mask: None, or booleans [b, s] that are true for valid tokens, for causal attention. Of models
-                with ``bidirectional_images``, ``merge.look_ahead`` of the whole sequence, which context parallelism
+                with ``bidirectional_images``, ``merge.look_ahead`` of the full sequence, which context parallelism
                 and packed rows need; of models with ``bidirectional_prompt``, ``merge.prompt_look_ahead`` of it.
             decoder_input: embeddings to use; the tower does not run.
             *args: of ``GPTModel.forward``.
@@ -125,7 +125,7 @@ class WithVision(LanguageModule):
         if not bool((input_ids == token).any()):
             return None
         raise UserError(
-            "attention_mask is missing: under context_parallel_size > 1 compute it from the whole sequence with "
+            "attention_mask is missing: under context_parallel_size > 1 compute it from the full sequence with "
             "megatron.bridge.models.vision.merge.look_ahead, and cut it like the tokens"
         )
 
@@ -135,7 +135,7 @@ class WithVision(LanguageModule):
             if not media:
                 return torch.full_like(input_ids, -1)
             raise UserError(
-                "media_rows is missing: under context_parallel_size > 1 compute it from the whole sequence with "
+                "media_rows is missing: under context_parallel_size > 1 compute it from the full sequence with "
                 "megatron.bridge.models.vision.merge.media_rows, and cut it like the tokens"
             )
         image, video = config.image_token_id, config.video_token_id

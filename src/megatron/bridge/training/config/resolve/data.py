@@ -30,7 +30,7 @@ def derive_data(config: RunConfig, world_size: int, findings: Findings) -> None:
     parts = tuning_parts(config.dataset)
     for part in parts:
         _pad_for_layout(part, config)
-        # images are processed as the model's own processor does it, which is beside its tokenizer
+        # images are processed as the model's own processor does it, which is next to its tokenizer
         path = config.tokenizer.tokenizer_model
         if part.hf_processor_path is None and has_tower(config) and path and has_processor(path):
             part.hf_processor_path = path

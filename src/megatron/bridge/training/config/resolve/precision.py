@@ -105,7 +105,7 @@ def _set_grad_reduce(
         config.mixed_precision is not None
         and ddp.grad_reduce_in_fp32 != precision.grad_reduce_in_fp32
     ):
-        # a recipe is a bundle of defaults: a value that was set beside it wins, and is shown
+        # a recipe is a bundle of defaults: a value that was set in addition wins, and is shown
         findings.notes.append(
             f"ddp.grad_reduce_in_fp32={ddp.grad_reduce_in_fp32} is used instead of mixed_precision's "
             f"{precision.grad_reduce_in_fp32}"
