@@ -206,6 +206,11 @@ BAD = [
     ),
     ("model.function=no.such", "model.function: there is no module named 'no'"),
     ("model.table=x", "model.table must be a mapping"),
+    ("model.counts={a: x}", "model.counts must be an integer for 'a', not 'x'"),
+    (
+        "model.counts={a:4}",
+        "model.counts must be an integer for 'a:4', not None: YAML needs a space after a colon, write {a: 4}",
+    ),
     (
         "model.block={buckett: 5}",
         "model.block: buckett is not a field of Block; did you mean bucket?",

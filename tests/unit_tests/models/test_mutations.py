@@ -113,7 +113,10 @@ MUTATIONS = {
         lambda hf: truncate(shard_of(hf, Q)),
         r"model-0000.* is truncated: \d+ bytes of \d+",
     ),
-    "empty shard": (lambda hf: shard_of(hf, Q).write_bytes(b""), "is not a complete safetensors file"),
+    "empty shard": (
+        lambda hf: shard_of(hf, Q).write_bytes(b""),
+        "is not a complete safetensors file",
+    ),
     "not a shard": (
         lambda hf: shard_of(hf, Q).write_bytes(b"\xff" * 64),
         "is not a complete safetensors file",

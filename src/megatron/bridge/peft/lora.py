@@ -95,6 +95,11 @@ class LowRankPEFT(PEFT):
             problems.append(
                 "peft.a2a_experimental=True is not supported: remove it, the result is the same"
             )
+        if isinstance(self.target_modules, str):
+            problems.append(
+                f"peft.target_modules={self.target_modules!r} must be a list: "
+                f"write [{self.target_modules!r}]"
+            )
         # an adapter that only has other weights can be loaded, but is no LoRA to train
         if not self.target_modules and (training or not self.modules_to_save):
             problems.append(

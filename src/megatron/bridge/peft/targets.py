@@ -101,7 +101,7 @@ def check(site: Site) -> None:
     if site.name == _TIED_OUTPUT and getattr(config, "share_embeddings_and_output_weights", False):
         raise UserError(
             f"peft.target_modules: {site.name} shares its weight with the embedding, which has no adapter: leave "
-            "it out, or train it fully with peft.modules_to_save"
+            "it out, or train the weight with peft.modules_to_save=[word_embeddings]"
         )
     if ".shared_experts." in site.name and config.moe_shared_expert_overlap:
         raise UserError(
@@ -240,6 +240,8 @@ def _refuse_unmatched(key: str, pattern: str, candidates: Sequence[Candidate]) -
     hf_names = [hf_name for candidate in candidates for hf_name in candidate.hf_names]
     hf_leaves = list(dict.fromkeys(name.rpartition(".")[2] for name in hf_names))
     hint = did_you_mean(pattern.rpartition(".")[2], [*leaves, *hf_leaves])
+    if pattern in ("output_layer", "lm_head"):  # there is none if the embeddings are tied
+        hint = ", whose output layer is its embedding: name word_embeddings"
     if not hint:
         of_hf = f" (in Hugging Face's names {', '.join(hf_leaves)})" if hf_leaves else ""
         hint = f"; there are {', '.join(leaves)}{of_hf}"
