@@ -37,7 +37,7 @@ def temporary_distributed_context(backend: str = "gloo") -> Iterator[None]:
     """A process group and model-parallel groups of this process alone, which end with the context."""
     if distributed.is_initialized():
         raise UserError(
-            "temporary_distributed_context makes the process group, and there is one already: leave it out"
+            "temporary_distributed_context creates a process group, but one exists already: remove it"
         )
     dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
     try:

@@ -88,7 +88,7 @@ class PEFT:
             raise UserError("\n".join(problems))
         if any(chunk_info(chunk).peft is not None for chunk in chunks):
             raise UserError(
-                "this model has adapters already: merge them with LoRAMerge, or build it anew"
+                "this model has adapters already: merge them with LoRAMerge, or build it again"
             )
         self.prepare(chunks)
         full_modules = self._modules_to_save(chunks)

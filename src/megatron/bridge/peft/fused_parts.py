@@ -55,8 +55,8 @@ def check_queries(site: Site) -> None:
     if groups < ranks:
         raise UserError(
             f"peft.target_modules: model.tensor_model_parallel_size={ranks} cuts the {groups} groups of heads of "
-            f"{site.name}, which adapters of queries, keys or values alone need whole: name linear_qkv with "
-            "peft=LoRA, or use fewer ranks"
+            f"{site.name}, but separate adapters of queries, keys or values need complete groups: name "
+            "linear_qkv with peft=LoRA, or use fewer ranks"
         )
 
 

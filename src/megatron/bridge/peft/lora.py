@@ -236,7 +236,7 @@ class LowRankPEFT(PEFT):
         if self.modules_to_save:
             raise UserError(
                 f"peft.modules_to_save={self.modules_to_save} are trained in place, so the base model cannot be "
-                "had from this one: load it as a second model"
+                "recovered from this model: load it as a second model"
             )
         adapted = [layer for chunk in bare_chunks(model) for layer in layers.adapted(chunk)]
         self._switch(adapted, on=False)

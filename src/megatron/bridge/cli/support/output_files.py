@@ -35,8 +35,8 @@ def refuse_unrelated_files(command: str, args: argparse.Namespace) -> None:
             continue
         if path.stat().st_size and not _is_of_command(command, option, path):
             raise UserError(
-                f"--{option} {path} exists, and `megatron-bridge {command}` has not written it: choose another file, "
-                "or move it away"
+                f"--{option} {path} exists, and `megatron-bridge {command}` did not write it: choose another file, "
+                "or move it"
             )
 
 

@@ -177,7 +177,7 @@ def _overrides_after_data(args: argparse.Namespace) -> list[str]:
 
 
 def _check_length(job: Job) -> None:
-    """Refuse steps together with epochs; the steps of a recipe give way."""
+    """Refuse steps together with epochs; epochs override the steps of a recipe."""
     train = job.config.train
     if train.num_epochs is not None and "train.train_iters" in {
         change.key for change in job.changes

@@ -176,8 +176,8 @@ class SafetensorsCheckpoint(Mapping[str, Tensor]):
             return tensors
         if not any(name.startswith(self._prefix) for name in tensors):
             raise UserError(
-                f"strip_prefix={self._prefix!r} is the beginning of no tensor in {self.directory}, such as "
-                f"{first_few(list(tensors))}: leave it out"
+                f"strip_prefix={self._prefix!r}: no tensor in {self.directory} begins with it, for example "
+                f"{first_few(list(tensors))}: remove it"
             )
         stripped = {name: name.removeprefix(self._prefix) for name in tensors}
         return {

@@ -79,7 +79,7 @@ class WithVision(LanguageModule):
             attention_mask = self._sight(input_ids)
         if config.bidirectional_prompt and attention_mask is None and media:
             raise UserError(
-                "attention_mask is missing: the model cannot know where a prompt ends, compute it from the whole "
+                "attention_mask is missing: the model cannot know where a prompt ends, compute it from the full "
                 "sequence with megatron.bridge.models.vision.merge.prompt_look_ahead"
             )
         if self.vision is not None and decoder_input is None:

@@ -128,7 +128,7 @@ def _vary_lengths(config: RunConfig) -> list[str]:
 def derive_mtp_layers(config: RunConfig, findings: Findings) -> None:
     """Drop the layers of multi-token prediction where the weights have none, whatever their config declares.
 
-    transformers drops them when it saves a model. A recipe's number gives way; one that the user typed is refused
+    transformers drops them when it saves a model. A recipe's number is overridden; one that the user typed is refused
     later.
     """
     start = config.checkpoint.pretrained_checkpoint
