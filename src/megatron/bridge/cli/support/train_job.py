@@ -4,7 +4,7 @@
 import argparse
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -112,8 +112,23 @@ def _configured(args: argparse.Namespace) -> Job:
         )  # so that the keys of any recipe include ``distill.teacher``
     if args.seq_length is not None:
         overrides += [f"{group}.seq_length={args.seq_length}" for group in ("dataset", "model")]
+    if "peft" not in values:
+        _check_adapters(job, overrides)
     job.changes += apply_layers(job.config, [*layers, Layer("command line", overrides=overrides)])
     return job
+
+
+def _check_adapters(job: Job, overrides: Sequence[str]) -> None:
+    """Refuse settings of adapters in a run without them."""
+    values = {key: value for key, _, value in (word.partition("=") for word in overrides)}
+    members = [key for key in values if key.startswith("peft.")]
+    if job.config.peft is None and members and "peft" not in values:
+        raise UserError(
+            f"{members[0]} needs adapters, which {job.source} does not have: add --peft-scheme lora "
+            "or --peft-scheme dora"
+        )
+    if values.get("peft") in ADAPTERS:
+        raise UserError(f"peft={values['peft']} is an option: write --peft-scheme {values['peft']}")
 
 
 def _follow_checkpoint(job: Job) -> list[Change]:
