@@ -404,7 +404,8 @@ class _Slot:
         try:
             return _expand_home(coerce(value, self.annotation, text))
         except CoercionError:
-            if is_group(current) and not isinstance(raw, Mapping):
+            accepts_null = type(None) in get_args(self.annotation)
+            if is_group(current) and not accepts_null and not isinstance(raw, Mapping):
                 raise self._group_error(current) from None
             raise
 
