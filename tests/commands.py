@@ -5,6 +5,7 @@ import argparse
 import contextlib
 import functools
 import io
+import math
 import re
 import runpy
 import subprocess
@@ -51,7 +52,10 @@ def _ours(arguments, processes=None):
     args, extra = parser.parse_known_args(arguments)
     assert not extra or main.take_overrides(args, extra), f"unrecognized arguments: {extra}"
     if name == "train" and args.list is None:
-        validate(args, args.world_size or processes)
+        only_shows = args.dry_run or args.summary or args.rehearse is not None
+        only_shows = only_shows or args.rehearse_rank is not None
+        alone = None if only_shows else 1  # a command that trains without a launcher is one process
+        validate(args, args.world_size or processes or alone)
     elif name == "launch" and args.script == "run_recipe.py":
         validate(args, args.nodes * args.devices)
     elif name == "data" and args.subcommand != "preprocess":
@@ -143,9 +147,18 @@ def _behind(script):
 
     def check(arguments):
         assert script in arguments, f"nothing is known of what is started: {arguments}"
-        _script([RUN_RECIPE, *arguments[arguments.index(script) + 1 :]])
+        place = arguments.index(script)
+        _script([RUN_RECIPE, *arguments[place + 1 :]], _started_processes(arguments[:place]))
 
     return check
+
+
+def _started_processes(options):
+    """The number of processes that options of sbatch or ft_launcher start."""
+    sizes = re.findall(
+        r"--(?:nodes|nnodes|ntasks-per-node|nproc-per-node)=(\d+)", " ".join(options)
+    )
+    return math.prod(map(int, sizes))
 
 
 def _sbatch(arguments):

@@ -55,7 +55,7 @@ def test_a_model_goes_through_a_bucket_bit_for_bit(server, tmp_path, elsewhere, 
     )
     elsewhere()
     assert main(["checkpoint", "list", f"{HERE}/megatron"]) == 0
-    assert "whole  newest" in capsys.readouterr().out
+    assert "complete  newest" in capsys.readouterr().out
     server.fault = lambda method, path: (
         buckets.fails if path.endswith("/config.json") and method == "PUT" else None
     )

@@ -65,7 +65,7 @@ def test_two_epochs_see_each_record_twice_also_after_a_resume(folder, tmp_path, 
 
     config = ConfigContainer.from_yaml((save / "run_config.yaml").read_text())
     assert (config.train.num_epochs, config.train.train_iters) == (2.0, 5)
-    assert [note for note in resolve_run(config).notes if "gives way" in note] == []
+    assert [note for note in resolve_run(config).notes if "is overridden" in note] == []
 
 
 @pytest.mark.parametrize(
@@ -92,7 +92,7 @@ def test_epochs_become_steps(folder, epochs, packed, steps):
     assert resolved.origins.get("train.train_iters") == "derived"
     [note] = [note for note in resolved.notes if "num_epochs" in note]
     told = f"train.num_epochs={epochs:g} = {steps} steps of 4 samples, {rows} in each epoch"
-    assert says(note, told, "train.train_iters=7 gives way")
+    assert says(note, told, "train.train_iters=7 is overridden")
     assert config.train.train_iters == 7
 
 

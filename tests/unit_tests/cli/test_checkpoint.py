@@ -57,7 +57,7 @@ def test_list(root, capsys):
     older, newer, left, holder = _lines(capsys)
     assert older.startswith("iter_0000010")
     assert older.endswith("damaged")
-    assert newer.endswith("whole  newest")
+    assert newer.endswith("complete  newest")
     assert (
         left
         == "iter_0000030.1a2b3c4d.incomplete  left by an interrupted save; the next run removes it"
@@ -75,7 +75,7 @@ def test_inspect(root, capsys):
     assert main(["checkpoint", "inspect", str(root), "--tensors", "exp"]) == 0
     first, weights, optimizer, tensor = _lines(capsys)
     assert first.startswith(f"{root / 'iter_0000020'}: ")
-    assert first.endswith("whole")
+    assert first.endswith("complete")
     assert weights == "weights: 2 tensors, 14 values, 56 B"
     assert optimizer == "optimizer: 1 tensor, 12 values, 48 B"
     assert tensor == "optimizer.state.exp_avg.a  4x3 float32"

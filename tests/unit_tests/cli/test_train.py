@@ -468,6 +468,11 @@ BAD = [
         "there is no train.train_itres in TrainingConfig; did you mean train.train_iters or train.train_samples?",
     ),
     ([*RECIPE[1:], "train.train_iters=many"], "train.train_iters must be an integer, not 'many'"),
+    (
+        [*RECIPE[1:], "peft.dim=8"],
+        "peft.dim needs adapters, which llama32_1b_pretrain_config does not have: add --peft-scheme",
+    ),
+    ([*RECIPE[1:], "peft=lora"], "peft=lora is an option: write --peft-scheme lora"),
     ([*RECIPE[1:], "optimizer.lr=fast"], "optimizer.lr must be a number or null, not 'fast'"),
     (
         [*RECIPE[1:], "mixed_precision=bf61_mixed"],
@@ -607,7 +612,7 @@ BAD_FILES = [
         "there is no train.train_itres in TrainingConfig; did you mean train.train_iters or train.train_samples?",
     ),
     ("train: {train_iters: x}", RECIPE[1:], "train.train_iters must be an integer, not 'x'"),
-    ("train: {train_iters: 5}", [], "is not a whole config: give --recipe NAME"),
+    ("train: {train_iters: 5}", [], "is not a complete config: give --recipe NAME"),
     ("just words", RECIPE[1:], "holds no settings"),
     ("", RECIPE[1:], "holds no settings"),
     (

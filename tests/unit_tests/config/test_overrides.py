@@ -206,6 +206,11 @@ BAD = [
     ),
     ("model.function=no.such", "model.function: there is no module named 'no'"),
     ("model.table=x", "model.table must be a mapping"),
+    ("model.counts={a: x}", "model.counts must be an integer for 'a', not 'x'"),
+    (
+        "model.counts={a:4}",
+        "model.counts must be an integer for 'a:4', not None: YAML needs a space after a colon, write {a: 4}",
+    ),
     (
         "model.block={buckett: 5}",
         "model.block: buckett is not a field of Block; did you mean bucket?",
@@ -219,8 +224,11 @@ BAD = [
         "model.block.buckett=5",
         "there is no model.block.buckett in Block; did you mean model.block.bucket?",
     ),
-    ("model=x", "model: it is a group: set its members, such as layers, rate, name"),
-    ("train=3", "train must be a Train, not 3"),
+    (
+        "model=x",
+        "model: it is a group: set its members, such as model.layers, model.rate, model.name",
+    ),
+    ("train=3", "train: it is a group: set its members, such as train."),
     ("train.seed", "'train.seed' is not of the form key.sub=value"),
     ("=3", "'=3' is not of the form"),
     ("train.seed=[1", "the value of train.seed is not valid YAML"),

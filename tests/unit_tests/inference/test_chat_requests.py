@@ -243,6 +243,9 @@ def test_small_questions_are_answered(hf):
         assert post(client, "chat/completions", body)[0] == 200
         status, text = post(client, "chat/completions", body, Origin="https://example.com")
         assert (status, "application/json" in text) == (415, True)
+        form = {"Content-Type": "application/x-www-form-urlencoded"}  # what curl -d sends
+        status, text = post(client, "chat/completions", body, **form)
+        assert (status, "Content-Type: application/json" in text) == (415, True)
         assert post(client, "/ping", None, "GET")[0] == 200
         assert "version" in post(client, "/version", None, "GET")[1]
         assert post(client, "chat/completions", None, "OPTIONS") == (204, "")

@@ -173,3 +173,38 @@ def test_a_missing_package_is_named(tokenizer_dir, monkeypatch):  # noqa: F811
     hf = AutoTokenizer.from_pretrained(tokenizer_dir)
     with pytest.raises(UserError, match=r"llguidance.*\[structured\]"):
         Grammars(hf, len(hf), frozenset({hf.eos_token_id})).check('start: "a"')
+
+
+def too_complex(rules=2100):
+    """A grammar that compiles, and whose parser has more alternatives than llguidance allows."""
+    alternatives = " | ".join(f"r{number}" for number in range(rules))
+    lines = [f'r{number}: "a" r{number} | "a{number}"' for number in range(rules)]
+    return "\n".join((f"start: {alternatives}", *lines))
+
+
+def test_a_grammar_that_is_too_complex_ends_its_text_alone(llm):
+    others = ['start: "To" | "be"', None]
+    alone = [completion.tokens for completion in sample(llm, others)]
+    with pytest.raises(UserError, match="too complex"):
+        sample(llm, [too_complex()])
+    samplings = [
+        Sampling(grammar=grammar, seed=seed, temperature=1.0, max_new_tokens=100)
+        for seed, grammar in enumerate([*others, too_complex()])
+    ]
+    jobs = [
+        llm.engine.submit(llm.reader.tokens(prompt, "the prompt"), sampling)[0]
+        for prompt, sampling in zip(PROMPTS, samplings, strict=True)
+    ]
+    assert len(list(llm.engine.run())) == 3
+    assert [job.completion.tokens for job in jobs[:2]] == alone
+    assert jobs[2].completion.finish_reason == "grammar"
+
+
+def test_a_tokenizer_without_a_decoder_is_named():
+    from tokenizers import Tokenizer, models
+    from transformers import PreTrainedTokenizerFast
+
+    words = models.WordLevel({"<eos>": 0, "a": 1}, "<eos>")
+    hf = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(words), eos_token="<eos>")
+    with pytest.raises(UserError, match=r"decoder.*remove the grammar"):
+        Grammars(hf, len(hf), frozenset({0})).check('start: "a"')

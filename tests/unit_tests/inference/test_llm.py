@@ -13,7 +13,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
-from transformers import AutoTokenizer, LlamaForCausalLM
+from tokenizers import Tokenizer, decoders
+from tokenizers.models import BPE
+from transformers import AutoTokenizer, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from megatron.bridge.cli.chat import Conversation
 from megatron.bridge.cli.main import main
@@ -277,6 +279,21 @@ def test_any_text_comes_back_in_pieces(text):
     detokenizer = Detokenizer(hf)
     pieces = [detokenizer.add(token) for token in ids] + [detokenizer.finish()]
     assert "".join(pieces) == hf.decode(ids, skip_special_tokens=True)
+
+
+def test_words_behind_a_token_without_text_keep_their_space():
+    """Tokenizers such as Llama 2's write no space before the first word that they decode."""
+    words = {"<unk>": 0, "<pause>": 1, "▁to": 2, "▁be": 3}
+    tokenizer = Tokenizer(BPE(words, [], unk_token="<unk>"))
+    tokenizer.decoder = decoders.Metaspace(prepend_scheme="always")
+    hf = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, unk_token="<unk>", additional_special_tokens=["<pause>"]
+    )
+    token_ids = [2, 3, 1, 1, 1, 2, 3]
+    assert hf.decode(token_ids, skip_special_tokens=True) == "to be to be"
+    detokenizer = Detokenizer(hf)
+    pieces = [detokenizer.add(token) for token in token_ids] + [detokenizer.finish()]
+    assert pieces == ["to", " be", "", "", "", " to", " be", ""]
 
 
 @pytest.fixture(autouse=True)

@@ -47,7 +47,7 @@ def checkpoint(tmp_path):
     return AutoModelForCausalLM.from_pretrained(source), tmp_path / "megatron"
 
 
-def test_an_export_without_a_source(checkpoint, tmp_path):
+def test_an_export_without_a_source(checkpoint, tmp_path, capfd):
     model, megatron = checkpoint
     output = tmp_path / "out"
     assert (
@@ -56,6 +56,7 @@ def test_an_export_without_a_source(checkpoint, tmp_path):
         )
         == 0
     )
+    assert "128004" not in capfd.readouterr().err  # the default padding token of SmolLM3's config
     exported = AutoModelForCausalLM.from_pretrained(output)
     for (name, ours), theirs in zip(
         exported.state_dict().items(), model.state_dict().values(), strict=True

@@ -246,3 +246,12 @@ def test_an_activation_that_fails_here_for_another_reason_is_left_to_the_run():
     provider = GPTModelProvider(num_layers=1, hidden_size=32, num_attention_heads=4)
     provider.activation_func = needs_a_gpu
     provider.finalize()
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the setting may be used there")
+def test_a_setting_that_is_not_used_is_named_once(caplog):
+    """A dry run resolves the model of each pipeline stage and chunk."""
+    for layers in (2, 4):
+        toy(num_layers=layers, gradient_accumulation_fusion=True).resolved()
+    warnings = [text for text in caplog.messages if "model.gradient_accumulation_fusion" in text]
+    assert len(warnings) == 1

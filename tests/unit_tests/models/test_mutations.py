@@ -113,10 +113,13 @@ MUTATIONS = {
         lambda hf: truncate(shard_of(hf, Q)),
         r"model-0000.* is truncated: \d+ bytes of \d+",
     ),
-    "empty shard": (lambda hf: shard_of(hf, Q).write_bytes(b""), "is not a whole safetensors file"),
+    "empty shard": (
+        lambda hf: shard_of(hf, Q).write_bytes(b""),
+        "is not a complete safetensors file",
+    ),
     "not a shard": (
         lambda hf: shard_of(hf, Q).write_bytes(b"\xff" * 64),
-        "is not a whole safetensors file",
+        "is not a complete safetensors file",
     ),
     "index names a tensor that is not there": (
         lambda hf: (hf / "model.safetensors.index.json").write_text(

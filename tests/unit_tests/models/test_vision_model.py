@@ -112,7 +112,7 @@ def test_recomputed_layers_give_the_same_gradients(vision_case, name):
             {"freeze_language_model": True, "pipeline_model_parallel_size": 2},
             "freeze_language_model=True leaves nothing to train .* set model.pipeline_model_parallel_size=1",
         ),
-        (dict.fromkeys(PARTS, True), "freeze_language_model=True leaves nothing to train beside"),
+        (dict.fromkeys(PARTS, True), "freeze_language_model=True leaves nothing to train, because"),
         (
             {"freeze_language_model": True, "vision": None},
             "freeze_language_model=True leaves nothing to train",

@@ -112,6 +112,10 @@ REFUSED = {
         LoRA(modules_to_save=["lm_haed"]),
         r"peft\.modules_to_save: 'lm_haed' matches no layer.*lm_head",
     ),
+    "text": (
+        LoRA(target_modules="all-linear"),
+        r"peft\.target_modules='all-linear' must be a list",
+    ),
     "nothing": (PEFT(), "adds nothing to this model that could be trained"),
 }
 
@@ -130,6 +134,8 @@ def test_tied_output_is_refused(tmp_path):
     make_llama(tmp_path, **DECODER, tie_word_embeddings=True)
     with pytest.raises(UserError, match="output_layer shares its weight with the embedding"):
         adapted(tmp_path, LoRA(target_modules=["output_layer"]), ddp=False)
+    with pytest.raises(UserError, match=r"'output_layer' matches no layer.*name word_embeddings"):
+        adapted(tmp_path, LoRA(modules_to_save=["output_layer"]), ddp=False)
 
 
 def test_parts_of_a_cut_group_of_heads_are_refused(models):

@@ -108,6 +108,17 @@ def test_files_that_pages_name_exist():
     )
 
 
+@pytest.mark.parametrize("page", PAGES, ids=named)
+def test_commands_in_sentences_exist(page):
+    """`make docs` is a target of the Makefile, and `.ci/run` a file that can be executed."""
+    text = page.read_text()
+    targets = set(re.findall(r"`make ([a-z-]+)", text))
+    listed = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), flags=re.MULTILINE))
+    assert targets <= listed
+    scripts = set(re.findall(r"`((?:\.ci|scripts)/[\w./-]+)[` ]", text))
+    assert [path for path in sorted(scripts) if not (ROOT / path).exists()] == []
+
+
 def test_where_things_are():
     """Paths are relative to the repository or to the package; a folder of one name is somewhere in the package."""
     package = ROOT / "src/megatron/bridge"

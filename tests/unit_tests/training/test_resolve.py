@@ -56,7 +56,7 @@ def test_without_a_recipe_the_model_decides():
 def test_recipe_that_takes_the_place_of_the_models_precision_is_told():
     config = toy_config(model={"bf16": True}, mixed_precision="fp32")
     resolved = config.resolve(1)
-    assert resolved.notes == ["model.bf16=True gives way to mixed_precision, which asks for False"]
+    assert resolved.notes == ["model.bf16=True is overridden by mixed_precision, which sets False"]
     assert resolved.config.model.resolved().params_dtype == torch.float32
     assert config.model.bf16 is True  # what the user wrote stays
 
@@ -134,7 +134,7 @@ def test_model_that_quantises_by_itself_is_told_the_same():
         toy_config(model=model, mixed_precision=None).validate()
     config = toy_config(model={"bf16": True, "fp8": "hybrid"}, mixed_precision="bf16_mixed")
     assert config.validate(1) == [
-        "model.fp8=hybrid gives way to mixed_precision, which asks for None"
+        "model.fp8=hybrid is overridden by mixed_precision, which sets None"
     ]
 
 

@@ -207,7 +207,7 @@ def test_run_length_in_samples_becomes_steps():
     assert config.validate(1) == []
     config.train.train_iters = 8
     assert config.validate(1) == [
-        "train.train_iters=8 gives way to train.train_samples=45, which are 7 steps"
+        "train.train_iters=8 is overridden by train.train_samples=45, which are 7 steps"
     ]
     config = toy_config(train={"train_iters": 0, "train_samples": 7})
     with pytest.raises(UserError, match=r"train_samples=7 are not enough for one step"):

@@ -91,7 +91,7 @@ def is_dispatched(path: str) -> bool:
 
 
 def is_undivided(path: str) -> bool:
-    """Return whether all tensor-parallel ranks hold the whole weight: of the router, or around experts."""
+    """Return whether all tensor-parallel ranks hold the full weight: of the router, or around experts."""
     return path.endswith(("router", "fc1_latent_proj", "fc2_latent_proj"))
 
 

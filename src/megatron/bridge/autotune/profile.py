@@ -126,7 +126,7 @@ class MeasuredKernels(Roofline):
         )
 
     def slowest(self, world_size: int) -> float:
-        return 1.0  # the processes that were measured ran beside others
+        return 1.0  # the processes that were measured ran at the same time as others
 
     @property
     def links(self) -> AlphaBeta:

@@ -10,7 +10,7 @@ from megatron.bridge.training.config import ConfigContainer
 
 @dataclass(frozen=True)
 class _Card:
-    """Bytes in use beside the tensors of PyTorch's allocator, as the driver says."""
+    """Bytes in use in addition to the tensors of PyTorch's allocator, as the driver says."""
 
     context: int  # after CUDA has started
     libraries: int  # more after a matrix product
@@ -34,7 +34,7 @@ _FRAGMENTATION = 0.05
 """What the allocator has reserved and cannot use, as a part of the tensors. An ASSUMPTION, not measured.
 
 It holds for PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True, with which a segment grows by pages of 2 MiB (20 MiB for
-large ones), instead of a new one beside those that are too small (notes on CUDA semantics, docs.pytorch.org). Without
+large ones), and none is added to those that are too small (notes on CUDA semantics, docs.pytorch.org). Without
 it, up to 43 % were seen with virtual stages and recomputation (STAlloc, arXiv 2507.16274).
 """
 

@@ -45,7 +45,7 @@ def token_of(staging: Path) -> str:
 
 def begin(directory: Path) -> None:
     """Hide ``directory`` from readers until ``publish``, and remove the files of earlier saves."""
-    storage.write(staging_path(directory), "files beside this one are being written or removed\n")
+    storage.write(staging_path(directory), "files next to this one are being written or removed\n")
     storage.delete(directory)
 
 

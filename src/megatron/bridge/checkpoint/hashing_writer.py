@@ -42,7 +42,7 @@ class _HashingFiles(FileSystem):
     @contextmanager
     def create_stream(self, path: Any, mode: str) -> Iterator[io.IOBase]:
         assert mode == "wb", mode
-        name = Path(path).name.removesuffix(".tmp")  # renamed when it is whole
+        name = Path(path).name.removesuffix(".tmp")  # renamed when it is complete
         with manifest.hashing(Path(path), self._records, name, self._cancelled) as stream:
             yield stream  # type: ignore[misc] - all that torch calls is there
 

@@ -30,7 +30,7 @@ STAGING = 64 << 20
 
 
 class InplaceReader(FileSystemReader):
-    """Reads whole tensors and ranges of rows without a copy, and everything else like torch."""
+    """Reads full tensors and ranges of rows without a copy, and everything else like torch."""
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         """Read everything in ``plan`` into the tensors of ``planner``."""

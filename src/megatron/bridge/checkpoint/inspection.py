@@ -47,7 +47,7 @@ def is_weight(name: str) -> bool:
 def read_tensors(
     directory: Path, tensors: Iterable[StoredTensor]
 ) -> Iterator[tuple[StoredTensor, torch.Tensor]]:
-    """Read whole tensors, one after another."""
+    """Read full tensors, one after another."""
     for tensor in tensors:
         state: dict[str, Any] = {
             tensor.name: torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")

@@ -63,7 +63,7 @@ class StateMismatch:
 def load(
     state: dict[str, Any], directory: Path, strict: bool = True, known: Iterable[str] = ()
 ) -> dict[str, Any]:
-    """Fill the tensors of ``state`` in place from ``directory`` and return the whole state.
+    """Fill the tensors of ``state`` in place from ``directory`` and return the full state.
 
     Args:
         state: Megatron's sharded state dict of what is wanted, under any parallel layout.

@@ -48,7 +48,7 @@ NAME = bucket.LOCK
 BEAT = 10.0
 PATIENCE = 3 * BEAT
 
-_RECORD = ".json"  # a network file system may leave files of its own beside a record
+_RECORD = ".json"  # a network file system may leave additional files next to a record
 
 _held: dict[Path, "_Lock"] = {}
 

@@ -29,7 +29,7 @@ MODEL_METADATA: dict[str, Any] = {"singleton_local_shards": False, "non_homogene
 NEMO_PREFIX = "module."  # what NeMo 2 puts before the names of the weights
 _PREFIX = "name_prefix"
 
-# What else a checkpoint of a run may hold beside the weights.
+# What else a checkpoint of a run may hold in addition to the weights.
 RUN_STATE = "run_state"
 DISTILLATION = "distillation"  # what a student was trained with and does not need any more
 BESIDE_WEIGHTS = (
@@ -204,7 +204,7 @@ def extra_files(
     tokenizer_files: Iterable[str | Path] | None = None,
     chat_template: str | None = None,
 ) -> Callable[[Path], None]:
-    """Return a function that writes config, tokenizer and chat template beside the shards.
+    """Return a function that writes config, tokenizer and chat template next to the shards.
 
     Args:
         run_config: Plain data of the config.

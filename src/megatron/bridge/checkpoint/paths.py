@@ -209,6 +209,6 @@ def write_tracker(root: str | Path, iteration: int) -> None:
 def _choices_phrase(root: str | Path) -> str:
     iterations = published_iterations(root)
     if not iterations:
-        return "no iter_* directory is there either: give another directory"
+        return "it contains no iter_* directory either: give another directory"
     names = ", ".join(iteration_dir("", iteration).name for iteration in iterations[-3:])
     return f"give one of its directories instead ({names})"

@@ -40,7 +40,7 @@ def state_values(state: dict[str, Any]) -> dict[str, Any]:
 
 
 def copy_into(state: Any, content: Any, directory: Path, name: str = "the state") -> Any:
-    """Copy ``content`` into the tensors that ``state`` describes, and return the whole state."""
+    """Copy ``content`` into the tensors that ``state`` describes, and return the full state."""
     if isinstance(state, dict):
         if not isinstance(content, dict) or state.keys() - content.keys():
             raise _foreign_checkpoint(directory, name)

@@ -131,7 +131,7 @@ def list_checkpoints(args: argparse.Namespace) -> int:
 
 
 def _state(directory: Path) -> str:
-    """``whole``, ``damaged`` or ``no manifest``; only small files are read."""
+    """Return ``complete``, ``damaged`` or ``no manifest``; only small files are read."""
     try:
         stored_manifest = manifest.read(directory)
     except manifest.DamagedError:
@@ -141,7 +141,7 @@ def _state(directory: Path) -> str:
     return (
         "damaged"
         if manifest.problems(directory, stored_manifest, stored_manifest.files, "fast")
-        else "whole"
+        else "complete"
     )
 
 

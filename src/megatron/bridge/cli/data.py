@@ -162,7 +162,7 @@ def _add_preprocess_options(parser: argparse.ArgumentParser) -> None:
         "--text-document",
         choices=["file", "line"],
         default="file",
-        help="what counts as a document in plain text (default: the whole file)",
+        help="what counts as a document in plain text (default: the entire file)",
     )
     parser.add_argument(
         "--append-eod",
@@ -199,9 +199,9 @@ def _add_preprocess_options(parser: argparse.ArgumentParser) -> None:
 _NO_SEARCH = "this tool does not search for a number of workers: give --workers"
 _HF_TOKENIZER = "give a tokenizer in Hugging Face's format with --tokenizer-model"
 MEGATRON_LM_ONLY = {
-    "--split-sentences": "GPT models take whole documents: remove it",
+    "--split-sentences": "GPT models take complete documents: remove it",
     "--keep-newlines": "newlines are always kept: remove it",
-    "--lang": "GPT models take whole documents: remove it",
+    "--lang": "GPT models take complete documents: remove it",
     "--find-optimal-num-workers": _NO_SEARCH,
     "--workers-to-check": _NO_SEARCH,
     "--max-documents": (

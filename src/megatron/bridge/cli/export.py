@@ -111,7 +111,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _tokenizer_of(checkpoint: Path) -> "PreTrainedTokenizerBase | None":
-    """Return the tokenizer beside the checkpoint or of its run, or None if neither has a vocabulary."""
+    """Return the tokenizer next to the checkpoint or of its run, or None if neither has a vocabulary."""
     from megatron.bridge.checkpoint import model_io
     from megatron.bridge.data.tokenizer import load_hf_tokenizer
     from megatron.bridge.models.conversion.pretrained import tokenizer_of

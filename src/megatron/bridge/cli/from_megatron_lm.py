@@ -33,7 +33,7 @@ def add_arguments(parser: Parser) -> None:
     parser.add_argument(
         "--overrides",
         action="store_true",
-        help="print dotted overrides for a recipe, one per line, instead of a whole config",
+        help="print dotted overrides for a recipe, one per line, instead of a complete config",
     )
     parser.add_argument(
         "--world-size",

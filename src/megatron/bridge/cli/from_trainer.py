@@ -70,8 +70,8 @@ def add_arguments(parser: Parser) -> None:
         "--framework",
         choices=list(FRAMEWORKS),
         help=(
-            "whose file it is, and whose defaults are set where it is silent (default: found by "
-            "its keys)"
+            "the framework of the file, whose defaults are used for missing keys (default: "
+            "detected by the keys)"
         ),
     )
 
@@ -87,8 +87,8 @@ def run(args: argparse.Namespace) -> int:
     )
     translated.translation.show("from-trainer", text, args.output)
     sys.stderr.write(
-        f"read as a file of {translated.framework.name}, whose defaults are set where it is silent "
-        "(--framework names another one)\n"
+        f"read as a file of {translated.framework.name}, whose defaults are used for missing keys "
+        "(--framework selects another one)\n"
     )
     options = [
         word for name, value in translated.options.items() for word in (f"--{name}", value) if word

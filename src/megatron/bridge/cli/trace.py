@@ -32,7 +32,7 @@ def add_arguments(parser: Parser) -> None:
         "--output",
         type=OutputFile,
         metavar="FILE",
-        help="default: merged.json.gz beside the traces",
+        help="default: merged.json.gz next to the traces",
     )
     merging.add_argument(
         "--clock",

@@ -18,7 +18,7 @@ from megatron.bridge.utils.patching import patched
 
 
 def load_model_config(checkpoint_path: str | Path) -> tuple[Any, None]:
-    """The provider that a checkpoint was saved with, and None in the place of Megatron-LM's arguments."""
+    """The provider that a checkpoint was saved with, and None instead of Megatron-LM's arguments."""
     return stored_provider.read(checkpoint_path), None
 
 
@@ -37,7 +37,7 @@ def temporary_distributed_context(backend: str = "gloo") -> Iterator[None]:
     """A process group and model-parallel groups of this process alone, which end with the context."""
     if distributed.is_initialized():
         raise UserError(
-            "temporary_distributed_context makes the process group, and there is one already: leave it out"
+            "temporary_distributed_context creates a process group, but one exists already: remove it"
         )
     dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
     try:

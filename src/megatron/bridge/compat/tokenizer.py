@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The tokenizer of a program with a loop of its own."""
+"""The tokenizer of a program with its own loop."""
 
 from typing import Any
 

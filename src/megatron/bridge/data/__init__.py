@@ -10,7 +10,7 @@
 * ``energon``: WebDatasets.
 * ``loaders``, ``samplers``, ``streams``: which rank draws which samples, in which order.
 * ``preview``: what a run will train on, shown before its first step.
-* ``config``: every dataset config, to import from. Each is defined beside its builder in a module called
+* ``config``: every dataset config, to import from. Each is defined next to its builder in a module called
   ``*_config``. These modules import no torch, so loading a recipe is quick.
 * ``builders``, ``datasets``: public names of other modules.
 """

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What all dataset configs have in common.
 
-To add a dataset of your own, subclass ``DatasetConfig``. Its ``build`` returns three map-style datasets whose
+To add your own dataset, subclass ``DatasetConfig``. Its ``build`` returns three map-style datasets whose
 samples are dicts with ``tokens``, ``labels``, ``loss_mask`` and ``position_ids``, each of length ``seq_length``.
 """
 
@@ -51,7 +51,7 @@ class DatasetConfig(ABC):
     read_ahead: ClassVar[bool] = False
     """Whether a thread makes the next batch during a step when ``num_workers`` is 0.
 
-    Set it in a class of your own if a sample depends on its index alone. If making a sample draws from torch's
+    Set it in your own class if a sample depends on its index alone. If making a sample draws from torch's
     random number generator, leave it False: the thread would compete with dropout for random numbers.
     """
 

@@ -94,7 +94,7 @@ def add_adapters(
             method, info.peft = info.peft, None
             if not isinstance(method, LowRankPEFT) or method.modules_to_save:
                 raise UserError(
-                    f"adapter {name} replaces whole layers: merge it, or load it alone with --adapter"
+                    f"adapter {name} replaces complete layers: merge it, or load it alone with --adapter"
                 )
             for module in list(layers.adapted(chunk)):
                 _refuse_alone(name, module)

@@ -96,7 +96,9 @@ class Detokenizer:
         text = self._decode(self._ids[self._first :])
         if not text.startswith(known) or (text.endswith(_REPLACEMENT) and not final):
             return "" if not final else text[len(known) :]
-        self._first, self._read = self._read, len(self._ids)
+        if text != known:  # else the next token still follows the last token that has a text
+            self._first = self._read
+        self._read = len(self._ids)
         return text[len(known) :]
 
     def _decode(self, ids: list[int]) -> str:
@@ -419,8 +421,8 @@ class Engine(AbstractContextManager["Engine"]):
         if output.target is not None:
             job.completion.prompt_logprobs.append(read_logprob(row, output.top or 0, width))
             return
-        if math.isnan(row[0]):
-            self._finish(job, "error")
+        if not math.isfinite(row[0]):
+            self._finish(job, "error" if math.isnan(row[0]) else "grammar")
             return
         token = int(row[0])
         job.text.tokens.append(token)

@@ -158,6 +158,10 @@ def _import_llguidance() -> Any:
     return import_optional("llguidance", "a grammar or a schema", "structured", is_setting=False)
 
 
+class GrammarFailedError(RuntimeError):
+    """Raised when a grammar that compiles is too complex for the text so far."""
+
+
 class Grammars:
     """Compiles grammars for a tokenizer.
 
@@ -205,9 +209,15 @@ class Grammars:
         import llguidance.hf
 
         size = max(self._vocabulary, len(self._hf))
-        return llguidance.hf.from_tokenizer(
-            self._hf, n_vocab=size, eos_token=sorted(self._ends), slices=[]
-        )
+        try:
+            return llguidance.hf.from_tokenizer(
+                self._hf, n_vocab=size, eos_token=sorted(self._ends), slices=[]
+            )
+        except (ValueError, RuntimeError) as error:
+            raise UserError(
+                "a grammar cannot be used with the tokenizer of this model, whose decoder llguidance "
+                f"does not read ({one_line(error):.200}): remove the grammar"
+            ) from error
 
     @property
     def vocabulary(self) -> int:
@@ -224,7 +234,11 @@ class GrammarMatcher:
         self._read = 0  # number of tokens of the completion that the matcher has read
 
     def allowed_tokens(self, tokens: Sequence[int]) -> Tensor:
-        """Return which tokens [vocabulary] can follow a completion, which grows from call to call."""
+        """Return which tokens [vocabulary] can follow a completion, which grows from call to call.
+
+        Raises:
+            GrammarFailedError: the grammar is too complex for the completion.
+        """
         if self._matcher is None or len(tokens) < self._read:
             self._matcher, self._read = self._grammars.make_matcher(self._grammar), 0
         new_tokens = list(tokens[self._read :])
@@ -233,7 +247,7 @@ class GrammarMatcher:
             self._matcher.consume_tokens(new_tokens)
         bits = torch.frombuffer(bytearray(self._matcher.compute_bitmask()), dtype=torch.uint8)
         if self._matcher.is_error():
-            raise RuntimeError(f"the grammar failed: {self._matcher.get_error()}")
+            raise GrammarFailedError(self._matcher.get_error())
         shifts = torch.arange(8, dtype=torch.uint8)
         allowed = (bits[:, None] >> shifts) & 1
         return allowed.reshape(-1)[: self._grammars.vocabulary].bool()

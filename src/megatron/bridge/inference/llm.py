@@ -11,7 +11,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any, Self
 
-from megatron.bridge.inference.requests import NOT_FINITE, Completion, Sampling, TokenLogprob
+from megatron.bridge.inference.requests import (
+    GRAMMAR_FAILED,
+    NOT_FINITE,
+    Completion,
+    Sampling,
+    TokenLogprob,
+)
 from megatron.bridge.utils import distributed
 from megatron.bridge.utils.errors import UserError
 
@@ -56,7 +62,7 @@ class LLM:
             prefixes.
         graphs: on one rank, replay decoding steps if the model always launches the same kernels.
         chunk: tokens of a prompt that one step computes together.
-        rows: maximum new tokens in a step, but one chunk fits beside any number of single tokens; None is 1,024 on a
+        rows: maximum new tokens in a step, but one chunk fits with any number of single tokens; None is 1,024 on a
             CPU and 8,192 on a GPU.
         trust_remote_code: run Python code of the model's repository.
         trust_checkpoint: unpickle all classes in a Megatron checkpoint, which can run code.
@@ -232,7 +238,7 @@ class LLM:
                     yield job.piece
         finally:
             self.engine.cancel(job)
-        _refuse_not_finite([job.completion])
+        _refuse_failed([job.completion])
         yield job.completion
 
     def logprobs(
@@ -286,16 +292,19 @@ class LLM:
                 while not all(job.is_over for job in choices):
                     self.engine.step()
                 completions = [job.completion for job in choices]
-                _refuse_not_finite(completions)
+                _refuse_failed(completions)
                 yield completions
         finally:
             for job in (job for choices in jobs for job in choices):
                 self.engine.cancel(job)
 
 
-def _refuse_not_finite(completions: Sequence[Completion]) -> None:
-    if any(completion.finish_reason == "error" for completion in completions):
+def _refuse_failed(completions: Sequence[Completion]) -> None:
+    reasons = {completion.finish_reason for completion in completions}
+    if "error" in reasons:
         raise UserError(NOT_FINITE)
+    if "grammar" in reasons:
+        raise UserError(GRAMMAR_FAILED)
 
 
 def ranks_of(options: dict[str, Any]) -> int:

@@ -8,12 +8,14 @@ from typing import Any, Literal
 
 from megatron.bridge.utils.errors import UserError, did_you_mean
 
-FinishReason = Literal["stop", "length", "cancelled", "error"]
+FinishReason = Literal["stop", "length", "cancelled", "error", "grammar"]
 NOT_FINITE = (
     "the model's logits are not numbers (NaN): look for tensors with NaN or infinite values in its weights or its "
     "adapter, and for overflow in --dtype"
 )
 """What the finish reason ``error`` means."""
+GRAMMAR_FAILED = "the grammar is too complex to follow while the text is generated: simplify it"
+"""What the finish reason ``grammar`` means."""
 MOST_CHOICES, MOST_LOGPROBS, MOST_STOPS, LONGEST_STOP = 128, 1000, 64, 1024
 MOST_BIAS = 100  # absolute value; it decides between any two logits that models have
 
@@ -196,7 +198,8 @@ class Completion:
     )  # generated tokens, including the token that ended the text
     text: str = ""  # text without special tokens, up to a stop text
     finish_reason: FinishReason | None = (
-        None  # ``stop`` at a stop text or end token, ``length`` at ``max_new_tokens``, ``error`` for NaN
+        None  # ``stop`` at a stop text or end token, ``length`` at ``max_new_tokens``, ``error`` for NaN,
+        # ``grammar`` if the grammar is too complex
     )
     seed: int = 0
     choice: int = 0  # index among the ``n`` completions of the prompt

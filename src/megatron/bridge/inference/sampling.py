@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megatron.bridge.inference.grammars import GrammarMatcher
+from megatron.bridge.inference.grammars import GrammarFailedError, GrammarMatcher
 from megatron.bridge.inference.requests import Sampling, TokenLogprob
 
 FIXED = 3  # columns before the most likely tokens: token, its log-probability, most likely token
@@ -139,7 +139,7 @@ def width_of(outputs: Sequence[RowOutput]) -> int:
 def choose_outputs(logits: Tensor, outputs: Sequence[RowOutput], width: int) -> Tensor:
     """Return a table [outputs, width] from logits [outputs, vocabulary]: float64 holds token ids exactly.
 
-    The token of a row with NaN is NaN.
+    The token of a row with NaN is NaN, and that of a row whose grammar failed is infinite.
     """
     table = torch.zeros(len(outputs), width, dtype=torch.float64, device=logits.device)
     if not outputs:
@@ -150,16 +150,7 @@ def choose_outputs(logits: Tensor, outputs: Sequence[RowOutput], width: int) -> 
         if output.target is not None:
             table[index, 0] = output.target
         elif output.excluded_ids or not output.sampling.is_plain:
-            table[index, 0] = choose(
-                logits[index],
-                output.sampling,
-                output.tokens,
-                output.prompt_length,
-                output.seed,
-                output.choice,
-                output.matcher,
-                output.excluded_ids,
-            )
+            table[index, 0] = _choose_token(logits[index], output)
     # a maximum is NaN if any value is
     samples = torch.tensor([output.target is None for output in outputs], device=logits.device)
     table[:, 0].masked_fill_(logits.amax(-1).isnan() & samples, torch.nan)
@@ -169,10 +160,26 @@ def choose_outputs(logits: Tensor, outputs: Sequence[RowOutput], width: int) -> 
     return table
 
 
+def _choose_token(logits: Tensor, output: RowOutput) -> Tensor | float:
+    try:
+        return choose(
+            logits,
+            output.sampling,
+            output.tokens,
+            output.prompt_length,
+            output.seed,
+            output.choice,
+            output.matcher,
+            output.excluded_ids,
+        )
+    except GrammarFailedError:  # ends this text; the others of the batch go on
+        return torch.inf
+
+
 def _score_tokens(logits: Tensor, table: Tensor, scored: list[int], top: int) -> None:
     rows = torch.tensor(scored, device=logits.device)
     logprobs = logits[rows].float().log_softmax(-1)
-    chosen = table[rows, 0].nan_to_num().long()
+    chosen = table[rows, 0].nan_to_num(posinf=0.0).long()
     table[rows, 1] = logprobs.gather(-1, chosen[:, None])[:, 0].double()
     if top:
         best = _order_logprobs(logprobs).topk(min(top, logprobs.size(-1)), dim=-1).indices

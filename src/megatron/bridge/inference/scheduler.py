@@ -206,7 +206,7 @@ class Limits:
     requests: int  # texts that are computed at the same time
     chunk: int = 256  # tokens of a prompt that one step computes together
     rows: int = (
-        1024  # maximum new tokens in a step, but one chunk fits beside any number of single tokens
+        1024  # maximum new tokens in a step, but one chunk fits with any number of single tokens
     )
     reserve: int = (
         256  # generated tokens for which a text initially gets memory; it grows when needed

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a job folder keeps beside NeMo-Run's own files, so that the job can be understood and run again."""
+"""What a job folder keeps in addition to NeMo-Run's files, so that the job can be understood and run again."""
 
 import json
 import shlex

@@ -88,7 +88,7 @@ def remote_shell(options: LaunchOptions) -> Shell:
         tunnel.connect()
     except (SystemExit, OSError) as error:
         raise UserError(
-            f"--host {options.host} does not let {options.user} in: check --user and --identity"
+            f"--host {options.host} refuses the login of {options.user}: check --user and --identity"
         ) from error
 
     def remote(command: str) -> ShellResult:

@@ -59,7 +59,7 @@ def flops_per_token(
 
 
 def local_flops_per_token(chunks: Iterable[nn.Module], length: int, backward: bool = True) -> float:
-    """The part of ``flops_per_token`` that this rank computes; all of it for a whole model on one rank."""
+    """The part of ``flops_per_token`` that this rank computes; all of it for a full model on one rank."""
     return sum(sum(_chunk_operations(chunk, length, backward)) for chunk in chunks)
 
 

@@ -138,7 +138,7 @@ class MambaModelProvider(GPTModelProvider):
             )
 
     def _check_mamba(self) -> None:
-        """Each rank gets whole groups of heads; context parallelism may cut a group."""
+        """Each rank gets complete groups of heads; context parallelism may cut a group."""
         if MAMBA not in self.layer_kinds:
             return
         ranks, parts = self.tensor_model_parallel_size, self.context_parallel_size
@@ -148,7 +148,7 @@ class MambaModelProvider(GPTModelProvider):
         if groups % ranks:
             raise UserError(
                 f"tensor_model_parallel_size={ranks} does not divide mamba_num_groups={groups}: a rank computes "
-                "whole groups of Mamba heads"
+                "complete groups of Mamba heads"
             )
         groups_per_rank = groups // ranks
         if heads // ranks % parts or max(groups_per_rank, parts) % min(groups_per_rank, parts):

@@ -50,7 +50,7 @@ class MLAModelProvider(GPTModelProvider, MLATransformerConfig):
         self._check_layout()
 
     def _check_layout(self) -> None:
-        # Transformer Engine's down projections are whole on every rank, and a rank has only its own heads' part of
+        # Transformer Engine's down projections are complete on every rank, and a rank has only its own heads' part of
         # the gradient of the keys with positions; Megatron-Core adds the parts up under sequence parallelism alone
         ranks = self.tensor_model_parallel_size
         if self.backend == "transformer_engine" and ranks > 1 and not self.sequence_parallel:

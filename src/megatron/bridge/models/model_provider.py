@@ -11,6 +11,7 @@ import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, replace
+from functools import cache
 from types import ModuleType
 from typing import Any, ClassVar, Self, cast
 
@@ -413,13 +414,15 @@ def refuse_other_groups(groups: Any) -> None:
 
 def _report_disabled(changes: list[layer_specs.DisabledSetting]) -> None:
     for change in changes if distributed.rank() == 0 else ():
-        logger.warning(
-            "model.%s=%r is %r on this machine: %s",
-            change.field,
-            change.asked,
-            change.used,
-            change.reason,
+        _warn_once(
+            f"model.{change.field}={change.asked!r} is {change.used!r} on this machine: {change.reason}"
         )
+
+
+@cache
+def _warn_once(message: str) -> None:
+    """Log a warning, once for all chunks and copies of a model."""
+    logger.warning("%s", message)
 
 
 def run_hooks(

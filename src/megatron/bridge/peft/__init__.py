@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Adapters: a few trained numbers beside frozen weights, under any parallel layout."""
+"""Adapters: a few trained parameters for frozen weights, under any parallel layout."""

@@ -40,7 +40,7 @@ class PEFT:
     __one_of_several__: ClassVar[bool] = True  # a method is chosen by name, not by setting a member
 
     modules_to_save: list[str] = field(default_factory=list)
-    """Modules to train whole and save beside the adapters, by name or pattern."""
+    """Modules to train fully and save with the adapters, by name or pattern."""
     seed: int | None = None
     """Seed of the adapters' first values; None is ``rng.seed`` of a run, and 0 outside of one."""
 
@@ -88,7 +88,7 @@ class PEFT:
             raise UserError("\n".join(problems))
         if any(chunk_info(chunk).peft is not None for chunk in chunks):
             raise UserError(
-                "this model has adapters already: merge them with LoRAMerge, or build it anew"
+                "this model has adapters already: merge them with LoRAMerge, or build it again"
             )
         self.prepare(chunks)
         full_modules = self._modules_to_save(chunks)

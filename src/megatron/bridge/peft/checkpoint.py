@@ -149,7 +149,7 @@ def adapted_model(
 
     ``check`` refuses a base model on which the adapters were not trained.
     """
-    # the fingerprint proves the weights, so an adapter beside them does not count
+    # the fingerprint proves the weights, so an adapter next to them does not count
     bridge = AutoBridge.from_hf_pretrained(
         base, trust_remote_code=trust_remote_code, adapter="none" if check else None
     )

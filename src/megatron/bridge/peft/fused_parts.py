@@ -38,7 +38,7 @@ def rows_of(site: Site) -> dict[str, int]:
 
 
 def _projected_roles(site: Site) -> str:
-    """The roles of ``qkv`` that a layer projects: some layers have no keys or values of their own."""
+    """The roles of ``qkv`` that a layer projects: some layers have no separate keys or values."""
     config, rows = site.config, site.weights[0].shape[0] * site.group.size()
     return "qkv"[
         : 1 + (rows // config.kv_channels - config.num_attention_heads) // config.num_query_groups
@@ -55,8 +55,8 @@ def check_queries(site: Site) -> None:
     if groups < ranks:
         raise UserError(
             f"peft.target_modules: model.tensor_model_parallel_size={ranks} cuts the {groups} groups of heads of "
-            f"{site.name}, which adapters of queries, keys or values alone need whole: name linear_qkv with "
-            "peft=LoRA, or use fewer ranks"
+            f"{site.name}, but separate adapters of queries, keys or values need complete groups: name "
+            "linear_qkv with peft=LoRA, or use fewer ranks"
         )
 
 

@@ -91,7 +91,7 @@ def peft_for(bridge: AutoBridge, directory: str | Path) -> LowRankPEFT:
     fused = _can_be_fused(placed, config, tensors)
     if config.get("use_dora") and not fused:
         raise UserError(
-            f"the adapter {directory} is DoRA with factors of their own for projections that are one layer in "
+            f"the adapter {directory} is DoRA with separate factors for projections that are one layer in "
             "Megatron: merge it into its base with peft's merge_and_unload"
         )
     kind = DoRA if config.get("use_dora") else LoRA if fused else CanonicalLoRA
@@ -99,7 +99,7 @@ def peft_for(bridge: AutoBridge, directory: str | Path) -> LowRankPEFT:
 
 
 def _sort_modules(tensors: Mapping[str, Tensor]) -> tuple[list[str], list[str]]:
-    """Return the modules with factors beside them, and those that get other weights.
+    """Return the modules with factors, and those that get other weights.
 
     An embedding gets other weights: the product of its factors is added to its rows.
     """
@@ -190,7 +190,7 @@ def _check_tied_modules(
 def _place_module(registry: MegatronMappingRegistry, module: str) -> _Placed:
     mapping = registry.hf_to_megatron_lookup(f"{module}.weight")
     if mapping is None:
-        raise UserError(f"the adapter is beside {module}, which the base model does not have")
+        raise UserError(f"the adapter is for {module}, which the base model does not have")
     layer = mapping.megatron_param.rpartition(".")[0]
     if isinstance(mapping.hf_param, str):
         return _Placed(module, layer, None, frozenset())

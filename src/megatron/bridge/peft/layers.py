@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Adapted layers: a layer keeps its parameters, names and class, and gains a child ``adapter``.
 
-The layer becomes an instance of a subclass of its own class. Nothing is wrapped, so Megatron-Core, checkpoints and
+The layer becomes an instance of a subclass of its class. Nothing is wrapped, so Megatron-Core, checkpoints and
 conversion plans find the base weight in its usual place.
 """
 

@@ -53,7 +53,7 @@ class LowRankPEFT(PEFT):
     """
 
     adapts_parts: ClassVar[bool] = False
-    """Whether parts of a fused layer can have factors of their own."""
+    """Whether parts of a fused layer can have separate factors."""
     parts_have_names: ClassVar[bool] = False
     """Whether targets name the parts of a fused layer (``linear_q``) instead of the layer."""
 
@@ -94,6 +94,11 @@ class LowRankPEFT(PEFT):
         if self.a2a_experimental:
             problems.append(
                 "peft.a2a_experimental=True is not supported: remove it, the result is the same"
+            )
+        if isinstance(self.target_modules, str):
+            problems.append(
+                f"peft.target_modules={self.target_modules!r} must be a list: "
+                f"write [{self.target_modules!r}]"
             )
         # an adapter that only has other weights can be loaded, but is no LoRA to train
         if not self.target_modules and (training or not self.modules_to_save):
@@ -180,7 +185,7 @@ class LowRankPEFT(PEFT):
         return [replace(layer, is_linear=False), *parts]
 
     def _refuse_parts(self, chosen: Sequence[TargetCandidate]) -> None:
-        """Refuse parts of a fused layer that have no factors of their own here."""
+        """Refuse parts of a fused layer that have no separate factors here."""
         names = {candidate.name for candidate in chosen}
         for candidate in chosen:
             if not candidate.is_part:
@@ -208,7 +213,7 @@ class LowRankPEFT(PEFT):
                 hf_name = candidate.hf_names[0].rpartition(".")[2]
                 hf_names_of.setdefault(leaf, set()).add(hf_name)
         return [
-            f"peft.target_modules: {', '.join(sorted(hf_names))} of {leaf} have factors of their own, as in the "
+            f"peft.target_modules: {', '.join(sorted(hf_names))} of {leaf} have separate factors, as in the "
             f"peft library; the name {leaf} stands for one adapter of the fused layer"
             for leaf, hf_names in hf_names_of.items()
         ]
@@ -232,7 +237,7 @@ class LowRankPEFT(PEFT):
         if self.modules_to_save:
             raise UserError(
                 f"peft.modules_to_save={self.modules_to_save} are trained in place, so the base model cannot be "
-                "had from this one: load it as a second model"
+                "recovered from this model: load it as a second model"
             )
         adapted = [layer for chunk in bare_chunks(model) for layer in layers.adapted(chunk)]
         self._switch(adapted, on=False)
@@ -278,7 +283,7 @@ def _refuse_other_dtype(chunks: Sequence[nn.Module], asked: torch.dtype | None) 
 
 @dataclass
 class SplitLoRA(LowRankPEFT):
-    """LoRA that can adapt parts of a fused layer, each with factors of its own."""
+    """LoRA that can adapt parts of a fused layer, each with separate factors."""
 
     adapts_parts: ClassVar[bool] = True
 

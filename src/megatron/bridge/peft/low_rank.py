@@ -42,7 +42,7 @@ class LoRAShape:
     dropout_position: Literal["pre", "post"] = "pre"
     init_a: Init = "xavier"  # how A starts
     init_b: Init = "zero"  # how B starts
-    seed: int = 0  # seed of all adapters; each draws from a generator of its own
+    seed: int = 0  # seed of all adapters; each draws from a separate generator
 
     @property
     def scaling(self) -> float:

@@ -40,7 +40,7 @@ class Site:
     name: str  # name in the whole model: layers are counted from its start, not from the pipeline stage's
     module: nn.Module
     kind: ParallelKind  # how its weight is cut over the tensor-parallel ranks
-    experts: int | None  # experts on this rank, each with a weight of its own; None is one weight
+    experts: int | None  # experts on this rank, each with a separate weight; None is one weight
     halves: (
         int  # 2 where the outputs are gates above values, each cut over the ranks by itself; else 1
     )
@@ -101,11 +101,11 @@ def check(site: Site) -> None:
     if site.name == _TIED_OUTPUT and getattr(config, "share_embeddings_and_output_weights", False):
         raise UserError(
             f"peft.target_modules: {site.name} shares its weight with the embedding, which has no adapter: leave "
-            "it out, or train it whole with peft.modules_to_save"
+            "it out, or train the weight with peft.modules_to_save=[word_embeddings]"
         )
     if ".shared_experts." in site.name and config.moe_shared_expert_overlap:
         raise UserError(
-            f"peft.target_modules: {site.name} runs beside the dispatcher and does not communicate by itself: set "
+            f"peft.target_modules: {site.name} overlaps with the dispatcher and does not communicate by itself: set "
             "model.moe_shared_expert_overlap=false"
         )
     if ".local_experts." in site.name:
@@ -147,7 +147,7 @@ class TargetCandidate:
     hf_names: tuple[str, ...] = ()  # modules of transformers' model that compute the same
     is_part: bool = False  # whether only names of Hugging Face select it
     is_linear: bool = True  # whether ``all-linear`` selects it
-    can_be_apart: bool = True  # whether a part can have an adapter of its own
+    can_be_apart: bool = True  # whether a part can have a separate adapter
 
 
 def is_hidden(name: str) -> bool:
@@ -240,6 +240,8 @@ def _refuse_unmatched(key: str, pattern: str, candidates: Sequence[TargetCandida
     hf_names = [hf_name for candidate in candidates for hf_name in candidate.hf_names]
     hf_leaves = list(dict.fromkeys(name.rpartition(".")[2] for name in hf_names))
     hint = did_you_mean(pattern.rpartition(".")[2], [*leaves, *hf_leaves])
+    if pattern in ("output_layer", "lm_head"):  # there is none if the embeddings are tied
+        hint = ", whose output layer is its embedding: name word_embeddings"
     if not hint:
         of_hf = f" (in Hugging Face's names {', '.join(hf_leaves)})" if hf_leaves else ""
         hint = f"; there are {', '.join(leaves)}{of_hf}"

@@ -19,7 +19,7 @@ from megatron.bridge.utils.errors import UserError, did_you_mean
 
 _KINDS = {"lora": LoRA, "canonical_lora": CanonicalLoRA, "dora": DoRA}
 _NAMES = {"rank": "dim", "dtype": "lora_dtype"}
-# what trainers keep beside the method's own settings: they act on it themselves, or it concerns a vision tower
+# what trainers keep in addition to the method's settings: they act on it themselves, or it concerns a vision tower
 _OF_CALLERS = (
     "merge",
     "adapter_path",

@@ -56,7 +56,7 @@ class LayoutOptions(TypedDict, total=False):
     None means ``tensor_model_parallel_size``, or 1 where experts have biases.
     """
     recompute: Recompute | None
-    """Modules that the backward pass recomputes to save memory: attention (``selective``), whole layers (``full``), or
+    """Modules that the backward pass recomputes to save memory: attention (``selective``), all layers (``full``), or
     the listed modules; ``vision_model`` stands for the layers of a vision tower."""
 
 

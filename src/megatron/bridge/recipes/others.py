@@ -471,7 +471,7 @@ trinity_mini_26b_finetune_config = finetune_recipe(
     memory_gb=57,
 )
 
-# Models with mixers or short convolutions instead of attention, or beside it. Learning rates are our own.
+# Models with mixers or short convolutions instead of attention, or parallel to it. Learning rates are our own.
 
 
 bamba_9b_pretrain_config = pretrain_recipe(

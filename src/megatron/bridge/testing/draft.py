@@ -409,7 +409,7 @@ class BridgeDraft:
             )
 
     def _post_norms(self, layers: str) -> list[str]:
-        """The tensors left over, but for two norms of a layer beside those that the base names."""
+        """The tensors left over, except two norms of a layer in addition to those that the base names."""
         norm = re.compile(rf"{re.escape(layers)}\.(\w*norm\w*)\.weight")
         norms = {
             tensor_name: repr(m[1])

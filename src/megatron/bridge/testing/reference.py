@@ -202,7 +202,7 @@ def settings(
     merged: dict[str, Any] = {**layout, **changes}
     parallel = merged.get("tensor_model_parallel_size", 1)
     if parallel > 1 and provider.num_moe_experts:
-        # training experts asks for sequence parallelism; whole experts on each rank unless the layout cuts them
+        # training experts asks for sequence parallelism; complete experts on each rank unless the layout cuts them
         merged = {"sequence_parallel": True, "expert_tensor_parallel_size": 1, **merged}
     groups = provider.num_query_groups or provider.num_attention_heads
     if groups % parallel:

@@ -272,7 +272,7 @@ def reference_provider(config: ConfigContainer, name: str, world_size: int) -> G
 
 
 def attach_model(provider: GPTModelProvider, chunks: list[MegatronModule]) -> None:
-    """Load the reference beside the new ``chunks`` of a model."""
+    """Load the reference in addition to the new ``chunks`` of a model."""
     student_teacher.bind(chunks, load_teacher(provider), {})
 
 

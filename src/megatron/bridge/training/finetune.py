@@ -59,7 +59,7 @@ def check_tokenizer(config: ConfigContainer) -> None:
 
 
 def compare_tokenizers(chosen: TokenizerConfig, name: str | Path) -> None:
-    """Refuse other token ids than those of the tokenizer beside the weights ``name``, if there is one."""
+    """Refuse other token ids than those of the tokenizer next to the weights ``name``, if there is one."""
     folder = (
         tokenizer_dir(name) if is_megatron_checkpoint(name) else hub.resolve(name, weights=False)
     )

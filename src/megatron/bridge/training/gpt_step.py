@@ -32,7 +32,7 @@ def forward_step(
     Args:
         data_iterator: The microbatches of this rank.
         model: The chunk, with its wrappers.
-        all_tokens: Compute the losses of tokens that are not trained, too, for a loss function of your own.
+        all_tokens: Compute the losses of tokens that are not trained, too, for your own loss function.
 
     Returns:
         The chunk's output (on the last stage the loss of each token, [micro_batch_size, sequence of this
@@ -99,7 +99,7 @@ def cut_sequences(batch: dict[str, Any]) -> dict[str, Any]:
 
 
 def _shard_packed(batch: dict[str, Any], rank: int, size: int) -> dict[str, Any]:
-    """This rank's part of each packed sample; ``cu_seqlens`` still describes the whole row."""
+    """This rank's part of each packed sample; ``cu_seqlens`` still describes the complete row."""
     indices = torch.from_numpy(cut_for_rank(np.array(host_values(batch["cu_seqlens"])), rank, size))
     indices = indices.to(batch["tokens"].device, non_blocking=True)
     not_sharded = ("attention_mask", "cu_seqlens", "max_seqlen")

@@ -54,13 +54,13 @@ class Progress:
 
 @dataclass
 class TrainState(Progress):
-    """The progress of a program with a loop of its own, which counts itself."""
+    """The progress of a program with its own loop, which counts itself."""
 
     floating_point_operations_so_far: float = 0.0
 
 
 class GlobalState:
-    """The state of a program with a loop of its own, which sets ``cfg``; ``training.checkpointing`` saves it."""
+    """The state of a program with its own loop, which sets ``cfg``; ``training.checkpointing`` saves it."""
 
     def __init__(self) -> None:
         self.cfg: Any = None
@@ -86,14 +86,14 @@ class StepResult:
     loss_dict: dict[str, torch.Tensor]
     """Mean losses over the global batch by name, each a scalar tensor."""
     grad_norm: float | None
-    """Norm of the whole gradient before clipping; None if it was not computed."""
+    """Norm of the full gradient before clipping; None if it was not computed."""
     learning_rate: float
     skipped: bool
     """Whether the update was skipped because the gradients were not finite."""
     samples: int
     """Training samples of the step, over all ranks."""
     zeros_in_grad: float | None = None
-    """Number of zeros in the whole gradient, with ``optimizer.log_num_zeros_in_grad``."""
+    """Number of zeros in the full gradient, with ``optimizer.log_num_zeros_in_grad``."""
 
 
 @dataclass

@@ -31,10 +31,10 @@ def forward_step(
 ) -> tuple[torch.Tensor, LossFunction]:
     """Run one model chunk on the next microbatch.
 
-    What depends on a whole sequence (positions, which feature belongs to which token, how far an image sees ahead)
+    What depends on a full sequence (positions, which feature belongs to which token, how far an image sees ahead)
     is computed before context parallelism cuts it.
 
-    With ``all_tokens``, losses of tokens that are not trained are computed, too, for a loss function of your own.
+    With ``all_tokens``, losses of tokens that are not trained are computed, too, for your own loss function.
 
     Returns:
         The chunk's output (on the last stage the loss of each token, [micro_batch_size, sequence of this
@@ -82,7 +82,7 @@ def _media(media: dict[str, torch.Tensor] | None, config: Any) -> dict[str, torc
 
 
 def _sight(batch: dict[str, Any], config: Any) -> torch.Tensor:
-    """How many tokens each token of whole sequences sees ahead."""
+    """How many tokens each token of full sequences sees ahead."""
     if config.bidirectional_prompt:
         return prompt_look_ahead(batch["loss_mask"], bounds_on_host(batch).tolist())
     return look_ahead(batch["tokens"], config.image_token_id)
@@ -93,7 +93,7 @@ def _places(batch: dict[str, Any], config: Any) -> dict[str, Any]:
     host, batch = batch, on_device(batch)
     positions = batch["position_ids"]
     packed = "cu_seqlens" in batch
-    # those of a packed row stay whole: Megatron-Core takes each rank's part of the angles
+    # those of a packed row stay complete: Megatron-Core takes each rank's part of the angles
     flat = {} if packed else {"position_ids": positions.flatten(0, -2)}
     cut = cut_sequences(
         {key: value for key, value in batch.items() if key != "position_ids"} | flat

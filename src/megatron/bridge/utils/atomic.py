@@ -80,7 +80,7 @@ def published_file(path: Path) -> Iterator[Path]:
     """Yield a path to write to; on success it becomes ``path``, durably, and on an error it is removed.
 
     It has the same name, for writers that check suffixes, but is in a separate folder, so that a file of a killed
-    process does not appear in a list of the files beside ``path``.
+    process does not appear in a list of the files next to ``path``.
     """
     staging = path.with_name(f".{path.name}.{os.getpid()}{STAGING_SUFFIX}")
     staging.mkdir(exist_ok=True)

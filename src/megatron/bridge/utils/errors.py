@@ -52,7 +52,8 @@ def nearest(name: str, candidates: Iterable[str], count: int = 3) -> list[str]:
         >>> nearest("train_itres", ["train_iters", "micro_batch_size"])
         ['train_iters']
     """
-    return difflib.get_close_matches(name, list(candidates), n=count, cutoff=0.5)
+    distinct = list(dict.fromkeys(candidates))
+    return difflib.get_close_matches(name, distinct, n=count, cutoff=0.5)
 
 
 def did_you_mean(name: str, candidates: Iterable[str]) -> str:

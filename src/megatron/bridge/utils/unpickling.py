@@ -54,7 +54,7 @@ STATE_NAMES = _with_modules(
         "collections": ["OrderedDict"],
         "megatron.core.safe_globals": [
             "safe_load_from_bytes"
-        ],  # Megatron-Core puts it in the place of torch's own
+        ],  # Megatron-Core uses it instead of torch's own
         "numpy": ["dtype", "ndarray"],
         "numpy._core.multiarray": ["_reconstruct", "scalar"],
         "torch._utils": ["_rebuild_tensor_v2"],

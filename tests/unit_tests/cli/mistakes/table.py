@@ -454,7 +454,7 @@ FILES = [
     Mistake(
         "half a config alone",
         ["train", "--config", "{tmp}/good.yaml", "--dry-run"],
-        ("not a whole config", "--recipe"),
+        ("not a complete config", "--recipe"),
     ),
     Mistake(
         "a class that is none",

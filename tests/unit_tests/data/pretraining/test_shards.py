@@ -340,9 +340,9 @@ BAD = {
     "{folder}": ("directory", "/*.jsonl"),
     "{folder}/none-*.jsonl": ("none-*.jsonl", "pattern"),
     "{folder}/none.jsonl": ("none.jsonl", "No such file", "path"),
-    "{folder}/short.jsonl.gz": ("short.jsonl.gz", "whole"),
-    "{folder}/short.jsonl.zst": ("short.jsonl.zst", "whole"),
-    "{folder}/bad.parquet": ("bad.parquet", "whole"),
+    "{folder}/short.jsonl.gz": ("short.jsonl.gz", "complete"),
+    "{folder}/short.jsonl.zst": ("short.jsonl.zst", "complete"),
+    "{folder}/bad.parquet": ("bad.parquet", "complete"),
     "{folder}/x.csv": ("x.csv", "--format"),
 }
 

@@ -9,7 +9,7 @@ from megatron.bridge.autotune.gpus import Gpu
 NVLINK_EFFICIENCY = 0.8  # NCCL's ring collectives
 NETWORK_EFFICIENCY = 0.9
 ALL_TO_ALL_EFFICIENCY = 0.7  # of a ring, for NCCL's all-to-all, which sends many small messages
-FLEX_NVLINK_EFFICIENCY = 0.87  # DeepEP and HybridEP, beside the time per token below
+FLEX_NVLINK_EFFICIENCY = 0.87  # DeepEP and HybridEP, in addition to the time per token below
 FLEX_NETWORK_EFFICIENCY = 0.9
 
 # Seconds of a collective without data, within a node and between nodes.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Divide attention masks into tiles, so that no mask of the whole sequence is needed.
+"""Divide attention masks into tiles, so that no mask of the full sequence is needed.
 
 A token has a segment (one sequence of a packed row) and a position in it. A `QuerySpan` is a range of queries with
 consecutive positions: packing makes one for each segment, context parallelism two. `tiles` divides a span into blocks
@@ -117,7 +117,7 @@ def tile_biases(plan: list[Tile], window: AttentionWindow, like: Tensor) -> list
 
     A mask depends on the offset between the tile's corner and the diagonal. Tiles with the same height and offset
     are the right-hand part of the widest of them and share its memory: attention keeps its masks for the backward
-    pass, and one mask per tile would add up to a mask of the whole sequence.
+    pass, and one mask per tile would add up to a mask of the full sequence.
     """
 
     def kind(tile: Tile, positions: tuple[int, int]) -> tuple[int, int]:

@@ -16,7 +16,7 @@ from megatron.bridge.backends.attention.block_mask import PackedSegment
 def gather_sequence(
     local: torch.Tensor, parts: list[PackedSegment], group: dist.ProcessGroup
 ) -> torch.Tensor:
-    """Gather the whole sequence in natural order on every rank; the backward pass reduce-scatters gradients."""
+    """Gather the full sequence in natural order on every rank; the backward pass reduce-scatters gradients."""
     gathered = gather_from_sequence_parallel_region(local.contiguous(), group=group)
     return to_natural_order(gathered, parts, group.size())
 
@@ -24,7 +24,7 @@ def gather_sequence(
 def sequence_to_heads(
     local: torch.Tensor, parts: list[PackedSegment], group: dist.ProcessGroup
 ) -> torch.Tensor:
-    """Exchange a part of the sequence with all heads for the whole sequence with ``heads / size`` heads."""
+    """Exchange a part of the sequence with all heads for the full sequence with ``heads / size`` heads."""
     size = group.size()
     rows, batch, heads, width = local.shape
     by_heads = local.view(rows, batch, size, heads // size, width).permute(2, 0, 1, 3, 4)

@@ -73,7 +73,7 @@ def _is_transformer_engine(module: nn.Module) -> bool:
 
 
 def run_with_variables(module: nn.Module, variables: Mapping[str, str]) -> None:
-    """Let ``module`` run with environment variables of its own, also when it is recomputed."""
+    """Let ``module`` run with separate environment variables, also when it is recomputed."""
     forward: Callable[..., Any] = module.forward
 
     def run(*args: Any, **kwargs: Any) -> Any:

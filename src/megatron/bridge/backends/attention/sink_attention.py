@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Attention sinks on top of PyTorch's flash kernels, without a score matrix in memory.
 
-A sink adds exp(sink) to the denominator of a head's softmax. The kernels return l = log(sum_j exp(s_j)) beside
+A sink adds exp(sink) to the denominator of a head's softmax. The kernels return l = log(sum_j exp(s_j)) with
 their output. With the sink it becomes l' = log(exp(l) + exp(sink)), and the output is scaled by exp(l - l'). The
 backward pass of the kernels needs no change: from l' it computes the probabilities p_j = exp(s_j - l'), and for g
 the gradient of the output, ds_j = p_j (g v_j - g out) holds for the scaled output because a sink has no value. The

@@ -343,7 +343,7 @@ class TorchAttention(MegatronModule):
         return _join_tiles(pieces, query.size(0), q)[..., :values]
 
     def _dropout_rng(self, dropout: float) -> contextlib.AbstractContextManager[Any]:
-        """Use the RNG state of model-parallel regions. Under sequence parallelism the whole layer runs in it."""
+        """Use the RNG state of model-parallel regions. Under sequence parallelism the complete layer runs in it."""
         if dropout == 0.0 or self.config.sequence_parallel:
             return contextlib.nullcontext()
         tracker = tensor_parallel.get_cuda_rng_tracker()

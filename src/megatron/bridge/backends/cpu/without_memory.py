@@ -95,7 +95,7 @@ class Message:
     kind: str
     group: str  # name of the process group
     ranks: int  # number of ranks in the group
-    bytes: int  # size of the whole tensor: the result of a gather, the input of a reduction
+    bytes: int  # size of the full tensor: the result of a gather, the input of a reduction
 
 
 class Messages(TorchDispatchMode):

@@ -105,7 +105,7 @@ class OneDnnWeight:
 
 
 class PackedLayer:
-    """Replaces ``forward`` of a whole linear layer, whose autograd functions take 0.2 ms in each layer of a decoder."""
+    """Replaces ``forward`` of a linear layer, whose autograd functions take 0.2 ms in each layer of a decoder."""
 
     def __init__(self, layer: Any, packed: PackedWeight) -> None:
         self._packed = packed

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Megatron-FSDP for Megatron-Core's models: flat buffers of several parameters, split into equal parts.
 
-Parts begin and end between rows of a parameter, so each rank keeps whole rows, as with PyTorch's FSDP2
+Parts begin and end between rows of a parameter, so each rank keeps complete rows, as with PyTorch's FSDP2
 (`torch_fsdp2`). The numbers of rows differ: a rank often keeps all of a small parameter and none of another.
 """
 
@@ -193,8 +193,8 @@ def flat_buffers(
 class TemporaryElements:
     """Elements of a rank in addition to its own shard, at the peak of a step."""
 
-    gathered: int  # whole weights: outside of layers, of one layer, and of prefetched layers
-    reduced: int  # whole gradients that wait for their reduction, and the gradients of one more layer or buffer
+    gathered: int  # full weights: outside of layers, of one layer, and of prefetched layers
+    reduced: int  # full gradients that wait for their reduction, and the gradients of one more layer or buffer
 
 
 def temporary_elements(

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Parameters that are sharded by rows, for both FSDP wrappers (`torch_fsdp2` and `megatron_fsdp`).
 
-Ranks keep whole rows of fp32 master weights. A checkpoint holds the tensors in the dtype of the model, described
+Ranks keep complete rows of fp32 master weights. A checkpoint holds the tensors in the dtype of the model, described
 by the rows of each rank, so a run with any layout can read it.
 """
 
@@ -122,7 +122,7 @@ class ShardedRowsFactory(ShardedTensorFactory):
 def as_whole_parameters(chunk: nn.Module) -> Iterator[dict[int, DTensor]]:
     """Replace the sharded parameters of ``chunk`` by full-size meta tensors inside the context.
 
-    Its modules then describe whole parameters to a checkpoint.
+    Its modules then describe full parameters to a checkpoint.
 
     Yields:
         The sharded parameters by the ids of their replacements.
@@ -133,7 +133,7 @@ def as_whole_parameters(chunk: nn.Module) -> Iterator[dict[int, DTensor]]:
 
 @contextmanager
 def gathered(part: nn.Module) -> Iterator[dict[int, nn.Parameter]]:
-    """Replace sharded parameters of ``part`` by whole ones inside; yield the whole ones by the sharded ones' ids."""
+    """Replace sharded parameters of ``part`` by full ones inside; yield the full ones by the sharded ones' ids."""
     with _replaced_parameters(
         part, lambda parameter: nn.Parameter(whole(parameter), requires_grad=False)
     ) as pairs:
@@ -170,7 +170,7 @@ def _meta_parameter(parameter: DTensor) -> nn.Parameter:
 
 
 def keep_local_rows(state: dict[str, Any], parameters: dict[int, DTensor]) -> dict[str, Any]:
-    """Reduce a sharded state of whole parameters to the rows of this rank.
+    """Reduce a sharded state of full parameters to the rows of this rank.
 
     Parameters without rows on this rank are left out, because Megatron-Core drops empty entries at loading.
     """

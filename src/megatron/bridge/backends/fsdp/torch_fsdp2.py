@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """PyTorch's fully sharded data parallelism (FSDP2) for Megatron-Core's models.
 
-Each rank of a replica group keeps whole rows of every parameter, its gradient and its optimizer state. The rows
+Each rank of a replica group keeps complete rows of every parameter, its gradient and its optimizer state. The rows
 of a layer are gathered before it computes and freed after. Megatron-Core's own FSDP2 wrapper requires CUDA, does
 not scale gradients for a per-token loss, and can only save even shards.
 """
@@ -103,7 +103,7 @@ def expert_parameters(module: nn.Module) -> list[nn.Parameter]:
 
 
 def _make_master_weights(part: nn.Module) -> None:
-    """Convert trained, unsharded parameters to fp32, unit by unit: the whole model may not fit on a GPU."""
+    """Convert trained, unsharded parameters to fp32, unit by unit: the full model may not fit on a GPU."""
     for parameter in part.parameters():
         if parameter.requires_grad and not isinstance(parameter, DTensor):
             parameter.data = parameter.data.float()

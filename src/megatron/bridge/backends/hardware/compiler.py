@@ -42,7 +42,7 @@ def lacks_compiler() -> bool:
 def python_header() -> Path:
     """Return the path of this interpreter's ``Python.h``, which Triton includes in the launcher of a kernel."""
     scheme = sysconfig.get_default_scheme()
-    # Debian's scheme for packages; Triton also searches beside the interpreter
+    # Debian's scheme for packages; Triton also searches next to the interpreter
     paths = sysconfig.get_paths("posix_prefix" if scheme == "posix_local" else scheme)
     return Path(paths["include"], "Python.h")
 

@@ -35,7 +35,7 @@ enum { LANES = 16, BLOCK = 16, ROWS = 8, TILE = 64, TOKENS = 32, SCORES = 1 << 2
 #define ROUND(x) widen(narrow(x))  // as an operator that stores its result
 #define UP(count, multiple) (((count) + (multiple) - 1) / (multiple) * (multiple))
 
-// Floats of a register, and rows of LANES sums that fit into the registers beside their factors: a divisor of ROWS, and the
+// Floats of a register, and rows of LANES sums that fit into the registers with their factors: a divisor of ROWS, and the
 // most. A longer vector type would live in memory.
 #if defined(__AVX512F__)
 enum { NATIVE = 16, AT_ONCE = 8, MOST_AT_ONCE = 8 };

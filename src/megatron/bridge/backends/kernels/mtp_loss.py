@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Losses of multi-token prediction, normalized over whole sequences and reported exactly.
+"""Losses of multi-token prediction, normalized over full sequences and reported exactly.
 
 Megatron-Core 0.19 divides by the tokens of one rank. With context parallelism, only one rank loses the last
 tokens of a sequence, so ranks are weighted differently: with 32 tokens on 2 ranks the gradients were off by

@@ -17,7 +17,7 @@ from megatron.bridge.backends.kernels.norms import replicated
 
 
 class ReplicatedLinear(nn.Module):
-    """A linear layer without bias that is replicated over tensor-parallel ranks, in the place of ``TELinear``."""
+    """A linear layer without bias that is replicated over tensor-parallel ranks, instead of ``TELinear``."""
 
     def __init__(
         self,
@@ -30,7 +30,7 @@ class ReplicatedLinear(nn.Module):
         **_: Any,
     ) -> None:
         super().__init__()
-        assert not bias, "Megatron-Core's experts have no bias beside projections"
+        assert not bias, "Megatron-Core's experts have no bias with projections"
         self.weight = replicated(config, output_size, input_size)
         if config.perform_initialization:
             init_method(self.weight)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Mamba-1 mixers in plain PyTorch (Jamba), which replace attention.
 
-Every feature has a state h of its own, and steps dt, B and C are computed from the inputs x (Gu and Dao, "Mamba",
+Every feature has a separate state h, and steps dt, B and C are computed from the inputs x (Gu and Dao, "Mamba",
 2023, arXiv:2312.00752), each normalized in Jamba:
 
     h_t = exp(dt_t A) h_{t-1} + dt_t x_t B_t        y_t = h_t C_t + D x_t

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Mamba-2 mixers whose heads are one group. They replace attention (Granite 4, Bamba) or run beside it (Falcon-H1).
+"""Mamba-2 mixers whose heads are one group, instead of attention (Granite 4, Bamba) or parallel to it (Falcon-H1).
 
 In Megatron-Core, each tensor-parallel rank has groups of heads with their own B, C and norm. Here all heads share B
 and C, and the gated norm is over all heads: each rank computes a part of B and C, gathers the other parts, and sums
-its squares with the other ranks. A mixer beside attention reads the same input, and both outputs are added; the
+its squares with the other ranks. A mixer parallel to attention reads the same input, and both outputs are added; the
 outputs of its scan are gated, not normalized.
 """
 

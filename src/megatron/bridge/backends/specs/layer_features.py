@@ -201,7 +201,7 @@ def _edit_attention(spec: Any, config: TransformerConfig) -> Any:
 def _with_mixer_beside(
     layer: TransformerLayerSubmodules, provider: BackendSpecProvider
 ) -> dict[str, Any]:
-    """Edit a layer spec: put a mixer beside attention, with a separate norm before both."""
+    """Edit a layer spec: add a mixer in parallel to attention, with a separate norm before both."""
     column, row, attention = (
         provider.column_parallel_linear(),
         provider.row_parallel_linear(),
@@ -225,7 +225,7 @@ def _with_mixer_beside(
 
 
 def _with_dense(layer: Any, provider: BackendSpecProvider) -> dict[str, Any]:
-    """Edit a layer spec: put a dense feed-forward layer beside the experts, which normalize their own inputs."""
+    """Edit a layer spec: add a dense feed-forward layer parallel to the experts, which normalize their own inputs."""
     experts_beside = partial(ExpertsBesideMLP, *layer.mlp.args, **layer.mlp.keywords)
     return {
         "mlp": partial(experts_beside, dense=get_mlp_module_spec_for_backend(provider)),
@@ -290,7 +290,7 @@ class ResidualAdd(torch.nn.Module):
 class ParallelResidualLayer(TransformerLayer):
     """A decoder layer whose attention and MLP read the same input: x + attention(norm(x)) + mlp(own_norm(x)).
 
-    Megatron-Core lets the norm before the MLP return the residual stream beside its output; here the norm reads
+    Megatron-Core lets the norm before the MLP return the residual stream with its output; here the norm reads
     the input of the layer, and the stream already holds the output of attention.
     """
 

@@ -80,7 +80,7 @@ class TorchLatentAttention(MLASelfAttention):
         return {name: getattr(submodules, name) for name in names}
 
     def _qkv_down_projection(self, hidden_states: Tensor) -> tuple[Tensor, Tensor]:
-        """Compute the whole latents of this rank's part of the sequence under sequence parallelism, else of all tokens.
+        """Compute the full latents of this rank's part of the sequence under sequence parallelism, else of all tokens.
 
         Megatron-Core would gather the latent of keys and values, but ignore that each rank has only the gradient of
         its own heads for the rotary part of the keys.
@@ -89,7 +89,7 @@ class TorchLatentAttention(MLASelfAttention):
         if self.tp_group.size() == 1:
             return queries, latent
         latent = gather_from_tensor_model_parallel_region(latent, group=self.tp_group)
-        if self.config.sequence_parallel:  # clones, because a view would keep the whole latents
+        if self.config.sequence_parallel:  # clones, because a view would keep the full latents
             return queries.clone(), scatter_to_sequence_parallel_region(
                 latent, group=self.tp_group
             ).clone()

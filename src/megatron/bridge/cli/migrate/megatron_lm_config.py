@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A whole config from a translated command line of Megatron-LM."""
+"""A complete config from a translated command line of Megatron-LM."""
 
 from typing import Any
 

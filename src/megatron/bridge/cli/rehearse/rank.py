@@ -250,7 +250,7 @@ def _step(clock: Clock, config: ConfigContainer, model: list[Any], optimizer: An
 
 
 def _slices_only(plan: bytes) -> Any:
-    """A plan without whole tensors and objects, which only one rank may have."""
+    """A plan without full tensors and objects, which only one rank may have."""
     save_plan = pickle.loads(plan)
     return replace(save_plan, items=[item for item in save_plan.items if item.type.name == "SHARD"])
 

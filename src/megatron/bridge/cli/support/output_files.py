@@ -71,8 +71,8 @@ def check_outputs(command: str, args: argparse.Namespace) -> None:
         _refuse_input(option, path, inputs)
         if path.is_file() and path.stat().st_size and not path.is_written_by(command):
             raise UserError(
-                f"--{option} {path} exists, and `megatron-bridge {command}` has not written it: choose another file, "
-                "or move it away"
+                f"--{option} {path} exists, and `megatron-bridge {command}` did not write it: choose another file, "
+                "or move it"
             )
 
 

@@ -115,7 +115,7 @@ def _and(names: list[str]) -> str:
 
 
 def memory_table(memory: list[RankMemory], layers: list[str]) -> Iterator[str]:
-    """Memory of one rank of each stage, in GB (10^9 bytes), beside the ``layers`` of each stage, as text."""
+    """Memory of one rank of each stage, in GB (10^9 bytes), with the ``layers`` of each stage as text."""
     teacher_column = ("teacher",) if any(rank.teacher for rank in memory) else ()
     head = (
         "",

@@ -68,7 +68,7 @@ def write_file(option: str, path: Path, text: str) -> None:
 
 
 def table_console() -> "Console":
-    """A console for tables on standard output, wide enough for whole names in a pipe."""
+    """A console for tables on standard output, wide enough for full names in a pipe."""
     from rich.console import Console
 
     return Console(highlight=False, soft_wrap=True, width=None if sys.stdout.isatty() else _WIDTH)

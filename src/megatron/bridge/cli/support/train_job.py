@@ -4,7 +4,7 @@
 import argparse
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -100,7 +100,7 @@ def _configured(args: argparse.Namespace) -> TrainJob:
     overrides = [*args.overrides, *_overrides_after_data(args)]
     values = _read_config(args.config) if args.config else {}
     is_whole = TARGET in values
-    # references of a whole config are resolved again after overrides, which they may name
+    # references of a complete config are resolved again after overrides, which they may name
     of_file = references_in(values) if is_whole else values
     layers = [Layer(f"file {args.config}", of_file)] if of_file else []
     check_early([*layers, Layer("command line", overrides=overrides)])
@@ -113,8 +113,23 @@ def _configured(args: argparse.Namespace) -> TrainJob:
         )  # so that the keys of any recipe include ``distill.teacher``
     if args.seq_length is not None:
         overrides += [f"{group}.seq_length={args.seq_length}" for group in ("dataset", "model")]
+    if "peft" not in values:
+        _check_adapters(job, overrides)
     job.changes += apply_layers(job.config, [*layers, Layer("command line", overrides=overrides)])
     return job
+
+
+def _check_adapters(job: TrainJob, overrides: Sequence[str]) -> None:
+    """Refuse settings of adapters in a run without them."""
+    values = {key: value for key, _, value in (word.partition("=") for word in overrides)}
+    members = [key for key in values if key.startswith("peft.")]
+    if job.config.peft is None and members and "peft" not in values:
+        raise UserError(
+            f"{members[0]} needs adapters, which {job.source} does not have: add --peft-scheme lora "
+            "or --peft-scheme dora"
+        )
+    if values.get("peft") in ADAPTERS:
+        raise UserError(f"peft={values['peft']} is an option: write --peft-scheme {values['peft']}")
 
 
 def _follow_checkpoint(job: TrainJob) -> list[Change]:
@@ -178,7 +193,7 @@ def _overrides_after_data(args: argparse.Namespace) -> list[str]:
 
 
 def _check_length(job: TrainJob) -> None:
-    """Refuse steps beside epochs; the steps of a recipe give way."""
+    """Refuse steps together with epochs; epochs override the steps of a recipe."""
     train = job.config.train
     if train.num_epochs is not None and "train.train_iters" in {
         change.key for change in job.changes
@@ -214,7 +229,7 @@ def _start(args: argparse.Namespace) -> TrainJob:
         return _from_model(args)
     if args.recipe is None:
         reason = (
-            f"{args.config} is not a whole config" if args.config else "there is nothing to run"
+            f"{args.config} is not a complete config" if args.config else "there is nothing to run"
         )
         raise UserError(
             f"{reason}: give --recipe NAME (`megatron-bridge train --list` shows the names)"
@@ -240,7 +255,7 @@ def _from_whole_file(
     ]
     if extra:
         raise UserError(
-            f"--{extra[0]} cannot be used with {args.config}, a whole config: leave one out"
+            f"--{extra[0]} cannot be used with {args.config}, a complete config: leave one out"
         )
     from megatron.bridge.training.config import ConfigContainer
 

@@ -101,7 +101,7 @@ def text(job: TrainJob, search: "Search", args: argparse.Namespace) -> str:
     )
     if not steps:
         raise UserError(
-            f"no layout fits on {search.world_size} x {search.pricer.card} beside an engine with "
+            f"no layout fits on {search.world_size} x {search.pricer.card} together with an engine with "
             f"--engine-memory {args.engine_memory:g}: add --offload, lower --max-token-len, or give more GPUs"
         )
     steps, keys = steps[: args.top], dict(settings(steps[0]))

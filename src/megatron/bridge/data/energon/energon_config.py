@@ -55,7 +55,7 @@ class EnergonProvider(RecordDatasetConfig, StreamingDatasetConfig):
     shuffle_buffer_size: int = 1000
     """Number of samples from which each reader draws the next one; 1 keeps the order."""
     max_samples_per_sequence: int | None = 100
-    """Maximum number of samples read in sequence before a reader jumps elsewhere; None reads whole shards."""
+    """Maximum number of samples read in sequence before a reader jumps elsewhere; None reads complete shards."""
     packing_buffer_size: int | None = None
     """Number of samples that each reader packs at a time, with ``packed_sequence_specs``."""
     train_split: str = "train"
@@ -84,7 +84,7 @@ class EnergonProvider(RecordDatasetConfig, StreamingDatasetConfig):
             )
         for name in ("validation_split", "test_split"):
             if self.path.endswith(".jsonl") and (value := getattr(self, name)) is not None:
-                problems.append(  # Energon would use the whole file for each split
+                problems.append(  # Energon would use the entire file for each split
                     f"dataset.{name}={value!r}: {self.path} has no splits, so the run would be evaluated on its "
                     f"training records; set it to null, or name a file for each split in a metadataset"
                 )

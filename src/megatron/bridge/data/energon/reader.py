@@ -275,7 +275,7 @@ def _parse_json(part: Any, location: str) -> Any:
 
 
 def _with_media(record: dict[str, Any], parts: dict[str, Any]) -> dict[str, Any]:
-    """``record`` with the bytes of images and videos in the place of the names of their parts."""
+    """``record`` with the bytes of images and videos instead of the names of their parts."""
     names_by_kind = {
         kind: sorted(
             (name for name in parts if name.rpartition(".")[2].lower() in endings), key=_by_number

@@ -261,7 +261,7 @@ class HFDatasetConfig(SFTDatasetConfig):
     revision: str | None = None
     """Branch, tag or commit on the hub."""
     streaming: bool = False
-    """Read records as they are needed instead of loading whole splits first."""
+    """Read records as they are needed instead of loading complete splits first."""
     train_split: str = "train"
     """Name of the training split."""
     validation_split: str | None = None

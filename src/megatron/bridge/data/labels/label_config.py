@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 class ClassificationDatasetConfig(FinetuningDatasetConfig):
     """Texts with a class in the files ``training``, ``validation`` and ``test`` of a folder.
 
-    A record has the key ``label``, a number from 0 or a name of ``label_names``, beside its text in any format of
+    A record has the key ``label``, a number from 0 or a name of ``label_names``, and a text in any format of
     ``RecordDatasetConfig``: ``text``, ``prompt`` and ``completion``, or ``messages``. The last token of the text
     is scored, and nothing is appended to what the tokenizer makes of it. ``train_on`` has no effect.
     """
@@ -117,7 +117,7 @@ class TokenClassificationDatasetConfig(PreferenceDatasetConfig):
 
 @dataclass(kw_only=True)
 class _TextPairsConfig(PreferenceDatasetConfig):
-    """Pairs of whole texts, of which the last token counts."""
+    """Pairs of complete texts, of which the last token counts."""
 
     def pair_rules(self) -> EncodingRules:
         return super().pair_rules().extended(TextPairRules)

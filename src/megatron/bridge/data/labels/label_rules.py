@@ -41,6 +41,6 @@ class WordLabelRules(LabelRules):
 
 @dataclass(frozen=True)
 class TextPairRules(PairRules):
-    """How records become pairs of whole texts. Prepared samples are keyed by the field name, too."""
+    """How records become pairs of complete texts. Prepared samples are keyed by the field name, too."""
 
     whole_texts: bool = True

@@ -240,7 +240,7 @@ class Llava(Expansion):
 
 
 class LlavaNext(Llava):
-    """Llava-NeXT: the whole image resized, and tiles without padding."""
+    """Llava-NeXT: the full image resized, and tiles without padding."""
 
     def count(self, height: int, width: int) -> int:
         side = self._tile
@@ -333,7 +333,7 @@ class InternVL(Expansion):
 
 
 class Idefics(Expansion):
-    """Idefics3 and SmolVLM: tiles with their row and column as text, followed by the whole image."""
+    """Idefics3 and SmolVLM: tiles with their row and column as text, followed by the full image."""
 
     options: ClassVar[Mapping[str, Any]] = {"return_row_col_info": True}
 

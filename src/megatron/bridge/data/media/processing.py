@@ -215,7 +215,7 @@ class MediaProcessor:
     def pixels(self, media: Sequence[MediaReference]) -> dict[str, Tensor]:
         """The tensors of all ``media``, in their order, under the names of transformers' ``get_image_features``.
 
-        Those of videos are under the names of ``get_video_features`` where videos have a token of their own. Images
+        Those of videos are under the names of ``get_video_features`` where videos have a separate token. Images
         of other ranks are not decoded: their patches are left out, and whole images are zeros.
         """
         parts = [

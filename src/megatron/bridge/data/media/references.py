@@ -181,7 +181,7 @@ def _image_errors(source: str, location: str) -> Generator[None]:
     try:
         yield
     except (Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
-        # of PIL's own limit, about 179 million pixels, which is state of the whole process
+        # of PIL's own limit, about 179 million pixels, which is state of the entire process
         pixels = re.search(r"\d+", str(error))
         raise _too_large(
             source, location, f"{int(pixels[0]):,}" if pixels else "too many"

@@ -18,7 +18,7 @@ _DEFAULTS = {"max_num_tiles": 12, "use_thumbnail": True, "patch_size": 16, "down
 
 
 class TileProcessor:
-    """Splits an image into a grid of tiles with the closest aspect ratio, followed by the whole image as one tile.
+    """Splits an image into a grid of tiles with the closest aspect ratio, followed by the full image as one tile.
 
     This is what the remote code of Nemotron Nano VL v2 computes, which need not run.
     """

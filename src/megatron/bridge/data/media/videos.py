@@ -36,7 +36,7 @@ MAX_PIXELS = 2_000_000_000  # of the frames that are used: more would take more 
 
 
 class VideoProcessor:
-    """Transformers' processor of a ``model_type``, whose videos' frames are images or have a token of their own."""
+    """Transformers' processor of a ``model_type``, whose videos' frames are images or have a separate token."""
 
     def __init__(self, kind: str, rules: MediaRules, values: Any) -> None:
         self.processor = _load_processor(kind, rules)

@@ -163,7 +163,7 @@ def _check_corpus(
     if int(corpus.sequence_lengths[first:last].sum()) < 2:
         raise UserError(
             f"dataset.split={config.split} leaves no text for {split} in {prefix} ({count} documents): give "
-            f"{split} a larger share, or a corpus of its own (dataset.blend_per_split), or request no {split} "
+            f"{split} a larger share, or its own corpus (dataset.blend_per_split), or request no {split} "
             f"samples"
         )
     _check_cache(Path(config.path_to_cache) if config.path_to_cache else Path(prefix) / "cache")

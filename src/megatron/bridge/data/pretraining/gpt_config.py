@@ -51,7 +51,7 @@ class GPTDatasetConfig(DatasetConfig):
     split: str | None = None
     """Shares of the documents for training, validation and testing, such as ``969,30,1``."""
     path_to_cache: str | None = None
-    """Directory of the sample indices, shared by all nodes. None puts them beside each corpus."""
+    """Directory of the sample indices, shared by all nodes. None puts them next to each corpus."""
     random_seed: Annotated[int, SEED] = 1234
     """Seed of the order of documents and samples."""
     reset_position_ids: bool = False

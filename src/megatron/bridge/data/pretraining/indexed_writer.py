@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Write an indexed dataset atomically, so that a killed run can resume.
 
-During the writing, three other files are beside the final names: ``.bin.incomplete`` with the tokens,
+During the writing, three other files are next to the final names: ``.bin.incomplete`` with the tokens,
 ``.idx.incomplete`` with the document lengths (int32), and ``.progress.json`` with the sizes of both that are safely
 on disk and the position in the input. A finished dataset has ``.source.json``, which identifies its sources.
 """

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Inputs of ``data preprocess``: local files or URLs, compressed or not, tables, and streams from the hub.
 
-The parts of an input, read one after another, hold the documents of the whole input in their order.
+The parts of an input, read one after another, hold the documents of the entire input in their order.
 """
 
 import io
@@ -302,6 +302,6 @@ def _naming_input(url: str) -> Iterator[None]:
     except Exception as error:
         reason = getattr(error, "strerror", None) or f"{type(error).__name__}: {one_line(error)}"
         raise UserError(
-            f"--input={url} cannot be read ({reason}): check the path, that the file is whole, and of a URL the "
+            f"--input={url} cannot be read ({reason}): check the path, that the file is complete, and of a URL the "
             f"scheme, its package for fsspec and the credentials in the environment"
         ) from error

@@ -58,7 +58,7 @@ class PreprocessConfig:
     # document is the text that the chat template renders.
     format: Format | None = None
     text_document: Literal["file", "line"] = (
-        "file"  # a document of plain text: the whole file, or each line
+        "file"  # a document of plain text: the entire file, or each line
     )
     append_eod: bool = False  # end each document with the tokenizer's end-of-sequence token
     add_special_tokens: bool = (

@@ -139,7 +139,9 @@ class ChatTemplate:
         through, _ = self._text(chat, index + 1, False, location)
         if not through.startswith(before):
             raise _ambiguous_answer(
-                location, index, "the template changes the prompt once the answer is there"
+                location,
+                index,
+                "the template renders the prompt differently when the answer is added",
             )
         if not text.startswith(through):
             raise _ambiguous_answer(

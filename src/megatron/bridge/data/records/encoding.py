@@ -154,7 +154,7 @@ class RecordEncoder:
                 yield location, processed
 
     def _process_record(self, record: Any, where: str) -> dict[str, Any] | None:
-        """Call the user's function; an error of its own is one sentence with the record and the line of code."""
+        """Call the user's function; its own error is one sentence with the record and the line of code."""
         function, process = self.rules.process_example_fn, self._process
         assert process is not None
         try:

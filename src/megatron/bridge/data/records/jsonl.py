@@ -85,7 +85,7 @@ def parse_record(line: bytes, location: str) -> dict[str, Any]:
     except json.JSONDecodeError as error:
         raise UserError(
             f"{location}: the line is not valid JSON: {error.msg.removesuffix(' at')} at column {error.colno} "
-            f"(write one whole object per line)"
+            f"(write one complete object per line)"
         ) from error
     except ValueError as error:
         raise UserError(f"{location}: the line cannot be read: {error}") from error

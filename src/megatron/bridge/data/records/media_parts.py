@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Images and videos in records: parts of messages, or lists beside the messages with marks in their text.
+"""Images and videos in records: parts of messages, or lists next to the messages with marks in their text.
 
 In a conversation with media, content is a list of parts. An image is the part ``{"type": "image"}``, as chat
-templates expect it; the references to the media are stored beside the messages, in the same order.
+templates expect it; the references to the media are stored next to the messages, in the same order.
 """
 
 import re
@@ -22,7 +22,7 @@ _AUDIO = ("audio", "input_audio", "audio_url")
 _WITH_MEDIA = ("system", "developer", "user")
 
 Message = dict[str, Any]
-_Listed = dict[str, Iterator[Any]]  # kind -> the media that the record lists beside the messages
+_Listed = dict[str, Iterator[Any]]  # kind -> the media that the record lists next to the messages
 
 
 class PlacedMedium(NamedTuple):
@@ -75,7 +75,7 @@ def text_of(content: Any) -> str:
 
 
 def _listed_media(record: Mapping[str, Any], kind: str, location: str) -> list[Any] | None:
-    """Return the media of this kind beside the messages, or None if the record has no such list."""
+    """Return the media of this kind next to the messages, or None if the record has no such list."""
     if key := next((key for key in ("audio", "audios") if record.get(key)), None):
         raise UserError(
             f"{location}: the record has {key}, and only images and videos are supported: remove {key}"

@@ -9,7 +9,7 @@ from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-from megatron.bridge.inference.requests import NOT_FINITE, Sampling
+from megatron.bridge.inference.requests import GRAMMAR_FAILED, NOT_FINITE, Sampling
 from megatron.bridge.inference.server.answers import Choice, Format, Json, usage
 from megatron.bridge.inference.server.engine_client import (
     EngineClient,
@@ -125,6 +125,8 @@ class Generation:
             self.metrics.ended(progress.finish_reason)
         if progress.finish_reason == "error":
             raise ApiError(500, NOT_FINITE, code="not_finite")
+        if progress.finish_reason == "grammar":
+            raise ApiError(400, GRAMMAR_FAILED, code="grammar_failed")
         return choice
 
     async def whole(self) -> Json:

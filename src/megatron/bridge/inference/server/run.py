@@ -121,6 +121,13 @@ class Guard:
         if scope["method"] == "POST" and b"content-type" not in headers and is_from_page:
             # a page of another origin may send such a body without asking first
             return ApiError(415, "the content type is missing: send application/json")
+        content_type = headers.get(b"content-type", b"application/json").decode("latin-1")
+        if scope["method"] == "POST" and not _is_json(content_type):
+            return ApiError(
+                415,
+                f"the content type {content_type!r} is not JSON: send the header "
+                "Content-Type: application/json",
+            )
         if self._config.key is None or scope["path"] in OPEN_PATHS or scope["method"] == "OPTIONS":
             return None
         scheme, _, given = headers.get(b"authorization", b"").partition(b" ")
@@ -160,6 +167,12 @@ def _with_content_type(scope: Message) -> Message:
     if scope["method"] != "POST" or any(name.lower() == b"content-type" for name, _ in headers):
         return scope
     return {**scope, "headers": [*headers, (b"content-type", b"application/json")]}
+
+
+def _is_json(content_type: str) -> bool:
+    media_type = content_type.partition(";")[0].strip().lower()
+    main_type, _, subtype = media_type.partition("/")
+    return main_type == "application" and (subtype == "json" or subtype.endswith("+json"))
 
 
 def _host_name(value: str) -> str:

@@ -51,7 +51,7 @@ class ToolFormat:
     Attributes:
         name: value of ``--tool-parser``.
         signs: texts of which a chat template has at least one if its model was trained on the format.
-        begin: mark before a call; empty if a call is the whole answer.
+        begin: mark before a call; empty if a call is the entire answer.
         read: reads the text of one or several calls.
         end: mark behind a call; None if calls go on to the end of the answer.
         wrappers: marks that are left out.

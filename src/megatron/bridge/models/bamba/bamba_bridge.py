@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Bamba: Mamba-2 mixers, whose heads are one group, in the place of attention in most layers."""
+"""Bamba: Mamba-2 mixers, whose heads are one group, instead of attention in most layers."""
 
 from megatron.bridge.models.families import (
     BIASES,

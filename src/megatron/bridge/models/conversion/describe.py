@@ -15,6 +15,7 @@ from megatron.bridge.models.conversion.model_bridge import (
     bridge_for,
     function_fields,
 )
+from megatron.bridge.models.hf_pretrained.transformers_reads import quiet_transformers
 from megatron.bridge.utils.errors import UserError, did_you_mean
 
 SPECIAL_TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
@@ -103,7 +104,8 @@ def _config_for(provider: Any, architecture: str) -> Any:
         if provider.fp16
         else provider.params_dtype
     )
-    config = kind(**{**values, "dtype": dtype})
+    with quiet_transformers():  # the default tokens of a class may exceed this vocabulary
+        config = kind(**{**values, "dtype": dtype})
     for name in SPECIAL_TOKENS:  # the class defaults are those of published models
         with suppress(StrictDataclassError):
             setattr(config, name, None)

@@ -18,7 +18,7 @@ from megatron.bridge.models.hf_pretrained import transformers_reads
 _STACKED = re.compile(r"\.experts\.(gate_up_proj|up_proj|down_proj)$")
 _EXPERT = re.compile(r"\.experts\.\*\.")
 _STAND_IN = 900_000
-"""A number in the place of the first wildcard of a name; the next ones follow it."""
+"""A number instead of the first wildcard of a name; the next ones follow it."""
 
 
 def follow_module_names(

@@ -61,7 +61,7 @@ def load_weights(chunks: Sequence[nn.Module], path: Path, ignore_adapter: bool =
     Args:
         chunks: this rank's chunks.
         path: local directory of the weights.
-        ignore_adapter: leave out an adapter that is beside Hugging Face weights, instead of refusing them.
+        ignore_adapter: leave out an adapter that is next to Hugging Face weights, instead of refusing them.
     """
     if on_first_rank(lambda: is_hf_model(path)):
         adapter = "none" if ignore_adapter else None

@@ -54,7 +54,7 @@ class FalconBridge(DecoderBridge):
 
 @register_bridge("FalconH1ForCausalLM", model_type="falcon_h1")
 class FalconH1Bridge(DecoderBridge):
-    """Falcon-H1: a Mamba-2 mixer beside attention in every layer, multipliers everywhere."""
+    """Falcon-H1: a Mamba-2 mixer in addition to attention in every layer, multipliers everywhere."""
 
     fields = (
         *(field for field in DENSE if field.hf != "hidden_act"),

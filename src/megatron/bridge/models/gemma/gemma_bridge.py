@@ -80,7 +80,7 @@ class Gemma2Bridge(DecoderBridge):
 
 @register_bridge("Gemma3ForCausalLM", model_type="gemma3_text")
 class Gemma3Bridge(Gemma2Bridge):
-    """Gemma 3, text: windows with a rotary base of their own in five of six layers, normed queries and keys."""
+    """Gemma 3, text: windows with a separate rotary base in five of six layers, normed queries and keys."""
 
     fields = tuple(
         field
@@ -108,7 +108,7 @@ class VaultGemmaBridge(Gemma2Bridge):
 
 @register_bridge("Gemma4ForCausalLM", model_type="gemma4_text")
 class Gemma4Bridge(DecoderBridge):
-    """Gemma 4, text: KV sharing, keys as values, per-layer embeddings, heads of two widths, experts beside an MLP."""
+    """Gemma 4, text: KV sharing, keys as values, per-layer embeddings, two head widths, experts parallel to an MLP."""
 
     fields = (
         *override(DENSE, replace(ACTIVATION, hf="hidden_activation"), *SHARED_KV),

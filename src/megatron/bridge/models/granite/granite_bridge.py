@@ -94,7 +94,7 @@ def _expert_width(width: int, config: Mapping[str, Any]) -> int | None:
 
 
 def _shared_widths(width: int, config: Mapping[str, Any]) -> tuple[int, int | None]:
-    """Width of the feed-forward layers; beside experts, they are one that all tokens pass."""
+    """Width of the feed-forward layers; with experts, that of the shared expert."""
     return width, _expert_width(width, config)
 
 
@@ -103,7 +103,7 @@ _POSITIONS = {"rope": "rope", "nope": "none", None: "none"}
 
 @register_bridge("GraniteMoeHybridForCausalLM", model_type="granitemoehybrid")
 class GraniteMoeHybridBridge(GraniteMoeBridge):
-    """Granite 4: Mamba-2 mixers in the place of attention in most layers, with experts or without."""
+    """Granite 4: Mamba-2 mixers instead of attention in most layers, with experts or without."""
 
     fields = (
         *override(

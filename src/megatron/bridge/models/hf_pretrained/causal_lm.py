@@ -172,7 +172,7 @@ class PreTrainedCausalLM:
         )
 
     def refuse_adapter(self) -> None:
-        """Refuse weights beside an adapter, which transformers would apply, unless it is left out on purpose."""
+        """Refuse weights next to an adapter, which transformers would apply, unless it is left out on purpose."""
         hub.refuse_adapter_beside_weights(self.directory, ignored=self.adapter == "none")
 
     @property

@@ -9,7 +9,7 @@ from typing import Any, cast
 from megatron.bridge.utils import storage
 from megatron.bridge.utils.errors import UserError
 
-# other serialisations of the same weights; stale beside a converted model, and large
+# other serialisations of the same weights; stale next to a converted model, and large
 WEIGHT_PATTERNS = (
     "*.safetensors",
     "*.safetensors.index.json",
@@ -25,7 +25,7 @@ WEIGHT_PATTERNS = (
     "*.msgpack",
     "*.ot",
 )
-# what a training run leaves beside a model: it says nothing about a model that is made of it
+# what a training run leaves next to a model: it says nothing about a model that is made of it
 RUN_PATTERNS = (
     "run_config.yaml",
     "report.md",
@@ -169,7 +169,7 @@ def check_folder(directory: Path) -> None:
     allowed = [home]
     if (
         home.parent.name == "snapshots"
-    ):  # the hub's cache keeps the files themselves in a folder beside it
+    ):  # the hub's cache keeps the files themselves in a folder next to it
         allowed.append(home.parents[1] / "blobs")
     for path in sorted(directory.iterdir()):
         try:

@@ -5,9 +5,9 @@ A reader finds the weights through one file: ``model.safetensors``, or the index
 one rename; shards never take the name of a file that is there. A record of what was published tells the files of
 earlier saves, which may be replaced, from everything else, which is never touched.
 
-A folder on object storage counts only once it is whole. A record beside it, ``exported.incomplete``, says which files
-have been uploaded, with their hashes. It is there until the folder is whole: who uploads the same files again after an
-interruption skips those, and a folder without it is never written to.
+A folder on object storage counts only when it is complete. Until then, a record next to it, ``exported.incomplete``,
+lists the uploaded files with their hashes. An upload of the same files after an interruption skips these, and a folder
+without a record is never written to.
 """
 
 import json
@@ -50,7 +50,7 @@ Stamps = dict[str, Stamp]
 
 
 def create_staging(folder: Path, overwrite: bool = True) -> Path:
-    """An empty directory beside ``folder`` to write into.
+    """An empty directory next to ``folder`` to write into.
 
     Args:
         folder: where the files will be published; it may hold other files.

@@ -109,7 +109,7 @@ def _read_pickle(path: Path) -> dict[str, Tensor]:
             "transformers and save_pretrained, which writes safetensors"
         ) from error
     except (OSError, RuntimeError, EOFError, ValueError) as error:
-        raise UserError(f"{path} is not a whole PyTorch file: download it again") from error
+        raise UserError(f"{path} is not a complete PyTorch file: download it again") from error
     values = cast(Mapping[str, Any], state) if isinstance(state, Mapping) else {}
     non_tensors = [str(name) for name, value in values.items() if not isinstance(value, Tensor)]
     if not values or non_tensors:

@@ -69,7 +69,7 @@ def read_header(file: Path) -> tuple[dict[str, TensorEntry], dict[str, str]]:
         with file.open("rb") as stream:
             length = int.from_bytes(stream.read(_LENGTH), "little")
             if size < _LENGTH or length > min(_LONGEST_HEADER, size - _LENGTH):
-                raise UserError(f"{file} is not a whole safetensors file: download it again")
+                raise UserError(f"{file} is not a complete safetensors file: download it again")
             header = strict_json.loads(stream.read(length))
         metadata = header.pop("__metadata__", {})
         entries = [
@@ -176,8 +176,8 @@ class SafetensorsCheckpoint(Mapping[str, Tensor]):
             return tensors
         if not any(name.startswith(self._prefix) for name in tensors):
             raise UserError(
-                f"strip_prefix={self._prefix!r} is the beginning of no tensor in {self.directory}, such as "
-                f"{first_few(list(tensors))}: leave it out"
+                f"strip_prefix={self._prefix!r}: no tensor in {self.directory} begins with it, for example "
+                f"{first_few(list(tensors))}: remove it"
             )
         stripped = {name: name.removeprefix(self._prefix) for name in tensors}
         return {

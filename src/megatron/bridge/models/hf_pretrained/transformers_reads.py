@@ -138,7 +138,7 @@ def _examine_config(as_json: str) -> _ReferenceModel | None:
     config_class, model_class = _classes_of(values)
     if model_class is None:
         return None
-    with _quiet_transformers():
+    with quiet_transformers():
         config = config_class.from_dict(values)
         try:
             with _recording_reads(config) as recorder:
@@ -330,7 +330,8 @@ def _recording_reads(config: Any) -> Iterator[_Recorder]:
 
 
 @contextmanager
-def _quiet_transformers() -> Iterator[None]:
+def quiet_transformers() -> Iterator[None]:
+    """Silence the warnings of transformers, for configs that the user never sees."""
     from transformers.utils import logging
 
     verbosity = logging.get_verbosity()
@@ -369,7 +370,7 @@ def _changes_config(config_class: Any, raw: Mapping[str, Any], key: str) -> bool
         if reduced == raw:
             continue
         try:
-            with _quiet_transformers():
+            with quiet_transformers():
                 complete = config_class.from_dict(copy.deepcopy(dict(raw))).to_dict()
                 changed = config_class.from_dict(copy.deepcopy(reduced)).to_dict()
         except Exception:  # the config needs the key

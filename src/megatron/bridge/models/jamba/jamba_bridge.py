@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Jamba: Mamba-1 mixers in the place of attention in most layers, no positions, experts in every other layer."""
+"""Jamba: Mamba-1 mixers instead of attention in most layers, no positions, experts in every other layer."""
 
 from megatron.bridge.models.families import (
     AUX_LOSS,

@@ -60,7 +60,7 @@ def _next_tokens(_: Any, depth: int) -> MTPNames:
 
 @register_bridge("Qwen3NextForCausalLM", model_type="qwen3_next")
 class Qwen3NextBridge(DecoderBridge):
-    """Qwen3-Next: gated delta nets and gated attention, routed experts beside a gated shared one."""
+    """Qwen3-Next: gated delta nets and gated attention, routed experts and a gated shared expert."""
 
     # No key of the config tells of the layer of multi-token prediction that checkpoints have, and transformers leaves
     # it out: its tensors are carried over, or converted if ``mtp_num_layers`` of the provider is set to 1.

@@ -40,7 +40,7 @@ class Qwen2Bridge(DecoderBridge):
 
 @register_bridge("Qwen3ForCausalLM", model_type="qwen3")
 class Qwen3Bridge(DecoderBridge):
-    """Qwen3 dense decoders: normalized queries and keys, heads of their own width."""
+    """Qwen3 dense decoders: normalized queries and keys, explicit head width."""
 
     fields = (*DENSE, ATTENTION_BIAS, *SWITCHED_WINDOWS)
     fixed = {**LLAMA_LIKE, "mlp_bias": False, "qk_layernorm": True}
@@ -52,7 +52,7 @@ class Qwen3Bridge(DecoderBridge):
 
 @register_bridge("Qwen2MoeForCausalLM", model_type="qwen2_moe")
 class Qwen2MoeBridge(DecoderBridge):
-    """Qwen1.5-MoE and Qwen2-57B-A14B: routed experts beside a gated shared one, dense layers among the sparse."""
+    """Qwen1.5-MoE and Qwen2-57B-A14B: routed experts and a gated shared expert, dense layers among the sparse."""
 
     fields = (
         *DENSE,

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Seed-OSS 36B: Llama with biases of queries, keys and values, and heads of their own width."""
+"""Seed-OSS 36B: Llama with biases of queries, keys and values, and an explicit head width."""
 
 from megatron.bridge.models.families import (
     DENSE,

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Solar Open 100B: GLM-4.5's experts in every layer, shared ones beside them."""
+"""Solar Open 100B: GLM-4.5's routed and shared experts in every layer."""
 
 from megatron.bridge.models.families import (
     DENSE,

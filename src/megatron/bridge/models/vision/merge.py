@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Features in the place of placeholders, and what deeper layers add to them."""
+"""Features instead of placeholders, and what deeper layers add to them."""
 
 from collections.abc import Sequence
 from functools import partial
@@ -16,7 +16,7 @@ from megatron.bridge.utils.errors import UserError
 def media_rows(input_ids: Tensor, image_token: int | None, video_token: int | None) -> Tensor:
     """For each token [b, s], the row of the features that replaces it, -1 for text; samples are in image order.
 
-    Rows of images come first, then those of videos, each in token order. Call this on whole sequences: context
+    Rows of images come first, then those of videos, each in token order. Call this on full sequences: context
     parallelism splits its result like the tokens.
     """
     rows, first = torch.full_like(input_ids, -1), 0
@@ -29,7 +29,7 @@ def media_rows(input_ids: Tensor, image_token: int | None, video_token: int | No
 
 
 def look_ahead(input_ids: Tensor, image_token: int | None) -> Tensor:
-    """For each token [b, s] of whole sequences, the number of later tokens of the same image."""
+    """For each token [b, s] of full sequences, the number of later tokens of the same image."""
     places = torch.arange(input_ids.shape[1], device=input_ids.device).expand_as(input_ids)
     inside = input_ids == image_token
     end = torch.where(inside, input_ids.shape[1], places).flip(-1).cummin(-1).values.flip(-1)

@@ -56,7 +56,7 @@ class WithVision(LanguageModule):
             position_ids: [b, s], or [3, b, s] for multimodal rotary embeddings
                 (``megatron.bridge.data.media.positions``).
             attention_mask: None, or booleans [b, s] that are true for valid tokens, for causal attention. Of models
-                with ``bidirectional_images``, ``merge.look_ahead`` of the whole sequence, which context parallelism
+                with ``bidirectional_images``, ``merge.look_ahead`` of the full sequence, which context parallelism
                 and packed rows need; of models with ``bidirectional_prompt``, ``merge.prompt_look_ahead`` of it.
             decoder_input: embeddings to use; the tower does not run.
             *args: of ``GPTModel.forward``.
@@ -79,7 +79,7 @@ class WithVision(LanguageModule):
             attention_mask = self._sight(input_ids)
         if config.bidirectional_prompt and attention_mask is None and media:
             raise UserError(
-                "attention_mask is missing: the model cannot know where a prompt ends, compute it from the whole "
+                "attention_mask is missing: the model cannot know where a prompt ends, compute it from the full "
                 "sequence with megatron.bridge.models.vision.merge.prompt_look_ahead"
             )
         if self.vision is not None and decoder_input is None:
@@ -125,7 +125,7 @@ class WithVision(LanguageModule):
         if not bool((input_ids == token).any()):
             return None
         raise UserError(
-            "attention_mask is missing: under context_parallel_size > 1 compute it from the whole sequence with "
+            "attention_mask is missing: under context_parallel_size > 1 compute it from the full sequence with "
             "megatron.bridge.models.vision.merge.look_ahead, and cut it like the tokens"
         )
 
@@ -135,7 +135,7 @@ class WithVision(LanguageModule):
             if not media:
                 return torch.full_like(input_ids, -1)
             raise UserError(
-                "media_rows is missing: under context_parallel_size > 1 compute it from the whole sequence with "
+                "media_rows is missing: under context_parallel_size > 1 compute it from the full sequence with "
                 "megatron.bridge.models.vision.merge.media_rows, and cut it like the tokens"
             )
         image, video = config.image_token_id, config.video_token_id

@@ -22,7 +22,7 @@ class MultimodalRotary(nn.Module):
     """Angles of three-dimensional positions, with the frequencies of a one-dimensional embedding.
 
     Megatron-Core's own class has no interleaved sections, and slices packed rows wrongly under context parallelism.
-    Here, positions of a packed row are those of the whole row, from which Megatron-Core takes each rank's part; those
+    Here, positions of a packed row are those of the full row, from which Megatron-Core takes each rank's part; those
     of other rows are already this rank's.
 
     ``sections`` are the numbers of frequencies for time, height and width. With ``interleaved``, the axes alternate, as
@@ -191,7 +191,7 @@ class VisionGPTModelProvider(GPTModelProvider):
             )
         if self.vision is None or (self.freeze_vision_model and self.freeze_vision_projection):
             raise UserError(
-                "freeze_language_model=True leaves nothing to train beside what else is frozen: set one of "
+                "freeze_language_model=True leaves nothing to train, because the vision part is frozen: set one of "
                 "model.freeze_language_model, freeze_vision_model and freeze_vision_projection to False"
             )
 

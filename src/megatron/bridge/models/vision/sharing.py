@@ -2,7 +2,7 @@
 """Divide images among the tensor- and context-parallel ranks, which hold the same tower.
 
 Every rank holds all weights of the tower. Each encodes a part of the images, and the features are gathered. In the
-backward pass, a tensor-parallel rank has the whole gradient of all features, a context-parallel one that of its own
+backward pass, a tensor-parallel rank has the full gradient of all features, a context-parallel one that of its own
 tokens. It is summed over context-parallel ranks, and each rank passes on the gradient of the images that it encoded.
 """
 
@@ -33,7 +33,7 @@ def features(
 
     ``media`` are the same on all ranks that share them, but for patches, which may be those of the rank's own images
     only. With ``share`` a part of the images is encoded here. ``dummy``, the smallest image, is encoded where there is
-    none; its features come beside the others [tokens, width].
+    none; its features are returned with the others [tokens, width].
     """
     trained = torch.is_grad_enabled() and any(
         parameter.requires_grad for parameter in tower.parameters()

@@ -6,7 +6,7 @@ are computed by their original code. ``encode`` returns its features in one form
 
 Some families take the patches of all images as one row (Qwen, GLM), without a loop over images. Transformers computes
 positions and bounds of the images on the device of their grids. Here that is the host, so that the GPU never waits for
-sizes, and attention is one variable-length kernel for the whole row.
+sizes, and attention is one variable-length kernel for the complete row.
 """
 
 import copy

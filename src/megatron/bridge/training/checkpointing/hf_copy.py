@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Make a Hugging Face copy of a published checkpoint, in a process of its own beside the training.
+"""Make a Hugging Face copy of a published checkpoint, in a separate process during the training.
 
 The process reads the files of the checkpoint, takes no part in the run's collectives and uses no GPU. It writes
 aside and renames the folder at the end, and exits when the process that started it is gone.

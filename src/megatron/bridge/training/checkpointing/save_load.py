@@ -180,7 +180,7 @@ def export_problem(config: ConfigContainer, chunks: Sequence[Module]) -> str | N
     """Return why the weights of a run cannot be exported to Hugging Face, or None.
 
     The run may go on without ``checkpoint.also_hf``: its checkpoints can still be trained and served. Adapters have an
-    export of their own.
+    separate export.
     """
     checkpoint = config.checkpoint
     declares_nothing = config.model.declared.hf_config is None and not checkpoint.also_hf

@@ -62,7 +62,7 @@ class ConfigContainer(RunConfig):
     def validate(self, world_size: int | None = None) -> list[str]:
         """Check everything, and change nothing.
 
-        If ``dataset`` is None, the config is that of a program with a loop of its own, and what its blocks
+        If ``dataset`` is None, the config is that of a program with its own loop, and what its blocks
         leave open is filled in.
 
         Args:
@@ -91,7 +91,7 @@ class ConfigContainer(RunConfig):
             trust: Import your own classes and functions that it names, which can run code.
 
         Raises:
-            UserError: the YAML has unknown keys or names, or is not a whole config.
+            UserError: the YAML has unknown keys or names, or is not a complete config.
         """
         config = load_yaml(text, trust=trust)
         if not isinstance(config, cls):
@@ -116,7 +116,7 @@ def _check_model(model: Any, hardware: Hardware) -> None:
 
 
 def _complete_for_own_loop(config: Any, world_size: int | None) -> Resolved[Any]:
-    """Check the config of a program with a loop and data of its own (docs/rl.md), and fill in what it leaves open.
+    """Check the config of a program with its own loop and data (docs/rl.md), and fill in what it leaves open.
 
     Such programs set every field whatever the model is, so settings of features that are off become notes.
 

@@ -30,7 +30,7 @@ class TopTokens(NamedTuple):
 def kl_divergence(
     student: Tensor, teacher: Tensor, temperature: float, group: dist.ProcessGroup
 ) -> Tensor:
-    """KL(teacher || student) of each token, over the whole vocabulary.
+    """KL(teacher || student) of each token, over the full vocabulary.
 
     Logits are [..., this rank's shard of the vocabulary]; those of the teacher get no gradient. The divergence in nats
     [...] is equal on all ranks of ``group``. ``temperature`` divides the logits; gradients shrink with its square, for

@@ -19,7 +19,7 @@ def freezing_hook(patterns: list[str], first: PreWrapHook | None = None) -> PreW
     """A hook of ``provide_distributed_model`` that calls ``first``, and freezes the parameters in ``patterns``.
 
     They are Megatron's parameter names, where ``*`` matches any characters and layers are numbered from 0 through
-    the whole model. A tied output layer is frozen with its embedding.
+    the full model. A tied output layer is frozen with its embedding.
     """
     if not patterns:
         return first

@@ -41,7 +41,7 @@ def build_optimizer(
     """Build the optimizer for ``chunks``, which are wrapped for data parallelism, with zero-initialized state.
 
     With ``config.use_distributed_optimizer`` each data-parallel rank keeps a shard of the state, otherwise the
-    whole state. It does not pay off on a single rank: steps took 1.2 times as long with 33M parameters.
+    full state. It does not pay off on a single rank: steps took 1.2 times as long with 33M parameters.
     """
     # no main parameters: fully sharded parameters are fp32 under any precision
     changes = {"bf16": False, "params_dtype": torch.float32} if sharded_names(chunks[0]) else {}

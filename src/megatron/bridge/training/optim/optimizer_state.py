@@ -41,7 +41,7 @@ def saved_state_names(keys: Iterable[str]) -> set[str]:
 
 
 def fits_optimizer(optimizer: str, state_names: set[str]) -> bool:
-    """Return whether a checkpoint with these tensors beside the parameters is of ``optimizer``."""
+    """Return whether a checkpoint with these tensors in addition to the parameters is of ``optimizer``."""
     needed = set(STATE_NAMES[optimizer])
     # Muon is for matrices, and Adam updates the other parameters
     further = set(STATE_NAMES["adam"]) if optimizer == "muon" else set[str]()
@@ -225,7 +225,7 @@ def _checkpoint_tensors(
         shared = tensor.data.untyped_storage().data_ptr() == entry.data.untyped_storage().data_ptr()
         assert shared, f"{tensor.key}: a copy has no offset in its parameter"
         assert tensor.data.is_contiguous(), (
-            f"{tensor.key}: only splits into whole rows can be saved"
+            f"{tensor.key}: only splits into complete rows can be saved"
         )
     return [
         (tensor, tensor.data.storage_offset() - entry.data.storage_offset()) for tensor in tensors

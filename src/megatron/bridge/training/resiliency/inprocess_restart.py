@@ -44,7 +44,7 @@ class GlooConnections:
     """The connections of Gloo's process groups, which can be shut down while the main thread is blocked in one.
 
     Gloo cannot abort (``abort`` does nothing, and the timeout takes minutes), so the sockets are shut down. One
-    of the two ranks of each connection accepted it, on a port of its own.
+    of the two ranks of each connection accepted it, on a separate port.
     """
 
     def __init__(self) -> None:

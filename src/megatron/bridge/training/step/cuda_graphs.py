@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # pyright: reportMissingTypeStubs=false
-"""CUDA graphs: of whole layers or their parts (``local``), or of forward and backward of all microbatches."""
+"""CUDA graphs: of complete layers or their parts (``local``), or of forward and backward of all microbatches."""
 
 from collections.abc import Callable
 from typing import Any

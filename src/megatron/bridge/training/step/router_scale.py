@@ -44,7 +44,7 @@ def scaled_router_losses(
         yield batches
         return
     drawn = [next(batches[0]) for _ in range(microbatches)]
-    if any("loss_mask" not in batch for batch in drawn):  # of a forward step with a loss of its own
+    if any("loss_mask" not in batch for batch in drawn):  # of a forward step with its own loss
         yield [iter(drawn), *batches[1:]]
         return
     counted = _counts(run, drawn)

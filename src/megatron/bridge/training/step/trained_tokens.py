@@ -22,7 +22,7 @@ from megatron.bridge.utils.patching import patched
 
 
 def cut_on_host(values: torch.Tensor, batch: dict[str, Any]) -> torch.Tensor:
-    """The part [b, s] of this context-parallel rank of ``values`` of whole sequences; both are on the host."""
+    """The part [b, s] of this context-parallel rank of ``values`` of full sequences; both are on the host."""
     group: Any = parallel_state.get_context_parallel_group()
     if group.size() == 1:
         return values

@@ -149,7 +149,21 @@ def _coerce_dict(value: Any, args: Sequence[Any], text: str | None) -> Any:
         _refuse_value("a mapping, written as {a: 1}", value)
     key_kind, item_kind = args if len(args) == 2 else (Any, Any)
     mapping = cast(dict[Any, Any], value)
-    return {coerce(key, key_kind): coerce(item, item_kind) for key, item in mapping.items()}
+    return {
+        coerce(key, key_kind): _coerce_item(key, item, item_kind) for key, item in mapping.items()
+    }
+
+
+def _coerce_item(key: Any, item: Any, kind: Any) -> Any:
+    """Convert an item of a mapping; an error names its key."""
+    try:
+        return coerce(item, kind)
+    except CoercionError as error:
+        hint = error.hint
+        if item is None and isinstance(key, str) and ":" in key:
+            name, _, number = key.partition(":")
+            hint = f": YAML needs a space after a colon, write {{{name}: {number}}}"
+        raise CoercionError(f"{error.wanted} for {key!r}", item, hint) from None
 
 
 def _coerce_callable(value: Any, args: Sequence[Any], text: str | None) -> Any:

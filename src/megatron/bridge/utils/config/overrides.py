@@ -329,20 +329,27 @@ def _typed_value(slot: Slot, request: _Request) -> Any:
         if value == "???":
             raise UserError("??? marks a required value; set it")
         if slot.annotation is Any and is_group(slot.value) and not is_group(value):
-            members = ", ".join(entry.name for entry in config_fields(slot.value)[:3])
-            raise UserError(f"it is a group: set its members, such as {members}")
+            raise _group_error(slot)
         value = coerce(value, slot.annotation, request.text)
     except CoercionError as error:
         if request.from_reference and isinstance(request.value, str):
             # an environment variable is text: parse it like a value on the command line
             parsed = yaml_text.read(request.value, slot.key)
             return _typed_value(slot, _Request(slot.key, parsed, request.value))
+        accepts_null = type(None) in get_args(slot.annotation)
+        if is_group(slot.value) and not accepts_null and not isinstance(request.value, Mapping):
+            raise UserError(f"{slot.key}: {_group_error(slot)}") from None
         raise UserError(f"{slot.key} {error}") from None
     except UserError as error:
         raise UserError(f"{slot.key}: {error}") from None
     if isinstance(value, str | Path) and str(value).startswith("~/"):
         return type(value)(Path(value).expanduser())  # the shell does not expand ``key=~/path``
     return value
+
+
+def _group_error(slot: Slot) -> UserError:
+    members = ", ".join(f"{slot.key}.{entry.name}" for entry in config_fields(slot.value)[:3])
+    return UserError(f"it is a group: set its members, such as {members}")
 
 
 def _still_holds(now: Any, given: Any) -> bool:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Legal ranges of numeric fields, declared beside the fields.
+"""Legal ranges of numeric fields, declared next to the fields.
 
 A field of our own has its range in its annotation: ``interval: Annotated[int, Range(least=1)] = 20``. The ranges of
 fields that a class of Megatron-Core declares are in a table of the class that inherits from it, ``INHERITED_RANGES``.

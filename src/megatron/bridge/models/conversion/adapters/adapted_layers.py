@@ -19,7 +19,7 @@ class LowRankPart:
     use_rslora: bool  # the denominator is the square root of the rank, not the rank
     dropout: float  # dropout probability of the inputs
     role: str | None = (
-        None  # ``q``, ``k``, ``v``, ``gate`` or ``up`` of a fused weight; None is the whole weight
+        None  # ``q``, ``k``, ``v``, ``gate`` or ``up`` of a fused weight; None is the full weight
     )
     magnitude: Tensor | None = None  # [outputs of this rank], for DoRA
 

@@ -122,7 +122,7 @@ def stream(plan: ConversionPlan) -> Iterator[ModuleTensors]:
 def _tied_to(
     module: str, tensors: Mapping[str, Tensor], plan: ConversionPlan, megatron_name: str
 ) -> Iterator[ModuleTensors]:
-    """Yield the output layer beside a trained embedding: ``peft`` would keep the base's, although they are tied."""
+    """Yield the output layer with a trained embedding: ``peft`` would keep the base's, although they are tied."""
     for kind, tensor in tensors.items():
         for alias, name in plan.ties.items():
             if name == f"{module}.{kind}":

@@ -55,11 +55,11 @@ def _activation_name(function: Any, _: Any) -> str:
 def _read_rope(
     parameters: Any, config: Mapping[str, Any]
 ) -> tuple[dict[str, Any] | None, float, float]:
-    """Return ``_partial_rope`` for architectures that read a rotated share and rotate whole heads."""
+    """Return ``_partial_rope`` for architectures that read a rotated share and rotate complete heads."""
     values = _partial_rope(parameters, config)
     if values[2] != 1.0:
         raise UserError(
-            f"partial_rotary_factor={values[2]} must be 1: this architecture rotates whole heads"
+            f"partial_rotary_factor={values[2]} must be 1: this architecture rotates complete heads"
         )
     return values
 
@@ -95,7 +95,7 @@ def _rope_back(values: tuple[dict[str, Any] | None, float, float], _: Any) -> di
 def _partial_rope_back(
     values: tuple[dict[str, Any] | None, float, float], provider: Any
 ) -> dict[str, Any]:
-    # written even for whole heads: these architectures have another default
+    # written even for complete heads: these architectures have another default
     return {**_rope_back(values, provider), "partial_rotary_factor": values[2]}
 
 

@@ -301,7 +301,7 @@ MAMBA_BESIDE_ATTENTION: tuple[Field, ...] = (
     constant("mamba_rms_norm", False),
     *map(_multiplier_field, MULTIPLIERS),
 )
-"""Sizes of Mamba-2 mixers beside attention, and multipliers of all parts of a layer."""
+"""Sizes of Mamba-2 mixers in addition to attention, and multipliers of all parts of a layer."""
 
 SELECTIVE_MAMBA: tuple[Field, ...] = (
     SILU,

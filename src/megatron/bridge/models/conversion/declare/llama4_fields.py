@@ -27,7 +27,7 @@ def _chunked_back(layers: Any, provider: Any) -> list[str]:
 def _read_chunk_size(size: int | None, _: Any) -> tuple[tuple[int, int] | None, bool]:
     if size is not None and size < 1:
         raise UserError(
-            f"attention_chunk_size={size} must be at least 1, or null for whole sequences"
+            f"attention_chunk_size={size} must be at least 1, or null for full sequences"
         )
     return None if size is None else (size - 1, 0), size is not None
 

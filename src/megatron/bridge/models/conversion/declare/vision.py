@@ -92,7 +92,7 @@ class VisionBridge(DecoderBridge):
     tower: ClassVar[tuple[str, ...]] = (
         "vision_tower",
         "multi_modal_projector",
-    )  # modules beside the language model
+    )  # modules in addition to the language model
     language: ClassVar[str] = "language_model"  # transformers' name of the language model
     names: ClassVar[
         Prefixes

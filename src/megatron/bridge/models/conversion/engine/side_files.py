@@ -40,7 +40,7 @@ _OF_RUN = ("report.md", "loss.png")
 # dataset settings of a run, and older names in these files -> image sizes
 _IMAGE_LIMITS = {"min_pixels": "shortest_edge", "max_pixels": "longest_edge"}
 _PROCESSORS = ("preprocessor_config.json", "processor_config.json")
-# files of a tokenizer or processor that may hold a chat template beside or instead of ``chat_template.jinja``
+# files of a tokenizer or processor that may hold a chat template in addition to or instead of ``chat_template.jinja``
 _WITH_TEMPLATES = ("tokenizer_config.json", "processor_config.json", "chat_template.json")
 OF_MODEL = ("config.json", "generation_config.json")  # small files that describe the weights
 _NAMED_TEMPLATES = "additional_chat_templates"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Convert whole checkpoints with only a few parameters in memory at a time.
+"""Convert full checkpoints with only a few parameters in memory at a time.
 
 Both directions start from the model on the meta device, which has all names, shapes and offsets. A parameter is
 allocated when it is needed and freed after it has been written.

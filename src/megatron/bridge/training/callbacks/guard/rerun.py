@@ -232,7 +232,7 @@ def _is_not_finite(value: torch.Tensor) -> bool:
 
 
 def _gradient_norm(run: Run) -> torch.Tensor:
-    """The norm of this rank's gradients: not finite if the norm of the whole gradient is not."""
+    """The norm of this rank's gradients: not finite if the norm of the full gradient is not."""
     norms: list[torch.Tensor] = [
         # the type of the sum: a copy in fp32 would take twice the memory of 16-bit gradients
         cast(Any, torch.linalg).vector_norm(gradient, dtype=torch.float32)

@@ -3,7 +3,7 @@
 """Profiles of a few steps: PyTorch traces, Nsight Systems, the GPU memory history.
 
 Steps ``profile_step_start + 1`` to ``profile_step_end`` are profiled, with the numbers of the log. Each profiled
-rank writes a file of its own, which gets its final name when it is complete. ``megatron-bridge trace merge``
+rank writes a separate file, which gets its final name when it is complete. ``megatron-bridge trace merge``
 merges the traces of a run into one.
 """
 

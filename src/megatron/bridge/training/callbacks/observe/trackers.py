@@ -79,7 +79,7 @@ class MLflowOutput:
             self._client.update_run(self._id, status="RUNNING")
             self._client.log_text(self._id, dump_yaml(self._config), "run_config.yaml")
             self._client.log_text(self._id, json.dumps(environment(), indent=2), "environment.json")
-        except Exception as error:  # each kind of store has errors of its own
+        except Exception as error:  # each kind of store has its own errors
             self._client = None
             key = f"logger.mlflow_experiment={logger.mlflow_experiment}"
             raise _cannot_open(key, error, _way_out(logger.mlflow_tracking_uri)) from error
@@ -118,7 +118,7 @@ def _allow_folder(uri: str | None) -> None:
 
 
 def _artifacts(uri: str | None) -> str | None:
-    """Return the folder of the files of runs: beside a database, which would otherwise use the current folder."""
+    """Return the folder of the files of runs: next to a database, which would otherwise use the current folder."""
     if uri is None or not uri.startswith(_SQLITE):
         return None
     return (Path(uri.removeprefix(_SQLITE)).absolute().parent / "mlruns").as_uri()

@@ -52,7 +52,7 @@ class CheckpointConfig:
     async_save: bool = False
     """Write in the background. Training stops only while the state is copied."""
     also_hf: bool = False
-    """Make a Hugging Face copy of each checkpoint, ``hf_NNNNNNN`` beside ``iter_NNNNNNN``. A process of rank 0 on
+    """Make a Hugging Face copy of each checkpoint, ``hf_NNNNNNN`` next to ``iter_NNNNNNN``. A process of rank 0 on
     the CPU makes it while the training goes on. A copy is deleted with its checkpoint.
     """
     async_strategy: Literal["thread", "nvrx"] = "thread"

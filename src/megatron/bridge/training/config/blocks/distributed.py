@@ -59,7 +59,7 @@ class DistributedInitConfig:
     with exit code 76. Set it longer than an evaluation batch and than a save. None turns the detection off.
     """
     use_gloo_process_groups: bool = False
-    """Make gloo groups beside those of NCCL, for collectives on CPU tensors. No part of this package uses them."""
+    """Also make gloo groups, for collectives on CPU tensors. No part of this package uses them."""
     external_gpu_device_mapping: bool = False
     """The program has chosen this process's GPU itself; it is not chosen by ``LOCAL_RANK``."""
     align_grad_reduce: bool = False

@@ -10,7 +10,7 @@ from megatron.bridge.models.hf_pretrained.causal_lm import to_dtype
 from megatron.bridge.training.config.blocks.core_ranges import OPTIMIZER_RANGES
 from megatron.bridge.utils.config.ranges import Range
 
-# Tensors that an optimizer keeps beside each parameter.
+# Tensors that an optimizer keeps for each parameter.
 STATE_NAMES: dict[str, tuple[str, ...]] = {
     "adam": ("exp_avg", "exp_avg_sq"),
     "sgd": ("momentum_buffer",),

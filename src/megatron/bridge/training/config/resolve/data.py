@@ -30,7 +30,7 @@ def derive_data(config: RunConfig, world_size: int, findings: Findings) -> None:
     parts = tuning_parts(config.dataset)
     for part in parts:
         _pad_for_layout(part, config)
-        # images are processed as the model's own processor does it, which is beside its tokenizer
+        # images are processed as the model's own processor does it, which is next to its tokenizer
         path = config.tokenizer.tokenizer_model
         if part.hf_processor_path is None and has_tower(config) and path and has_processor(path):
             part.hf_processor_path = path
@@ -128,7 +128,7 @@ def _vary_lengths(config: RunConfig) -> list[str]:
 def derive_mtp_layers(config: RunConfig, findings: Findings) -> None:
     """Drop the layers of multi-token prediction where the weights have none, whatever their config declares.
 
-    transformers drops them when it saves a model. A recipe's number gives way; one that the user typed is refused
+    transformers drops them when it saves a model. A recipe's number is overridden; one that the user typed is refused
     later.
     """
     start = config.checkpoint.pretrained_checkpoint

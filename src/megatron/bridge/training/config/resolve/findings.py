@@ -81,5 +81,5 @@ class Findings:
             setattr(owner, name, value)
         elif current != value:
             self.problems.append(
-                f"{block}.{name}={current} contradicts {why}, which asks for {value}: remove one of them"
+                f"{block}.{name}={current} contradicts {why}, which sets {value}: remove one of them"
             )

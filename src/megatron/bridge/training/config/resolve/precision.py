@@ -55,7 +55,7 @@ def check_quantization(config: RunConfig, findings: Findings) -> None:
     if missing is not None:
         name = config.mixed_precision if isinstance(config.mixed_precision, str) else scaling
         findings.lacking(
-            f"mixed_precision={name} needs {missing}", "use bf16_mixed, or such a machine"
+            f"mixed_precision={name} needs {missing}", "use bf16_mixed, or a machine that has it"
         )
 
 
@@ -88,7 +88,7 @@ def _set_on_model(config: RunConfig, precision: MixedPrecisionConfig, findings: 
         before, after = getattr(model, name), getattr(precision, name)
         if before and not after:
             findings.notes.append(
-                f"model.{name}={before} gives way to mixed_precision, which asks for {after}"
+                f"model.{name}={before} is overridden by mixed_precision, which sets {after}"
             )
         setattr(model, name, after)
     if not (precision.bf16 or precision.fp16):
@@ -105,7 +105,7 @@ def _set_grad_reduce(
         config.mixed_precision is not None
         and ddp.grad_reduce_in_fp32 != precision.grad_reduce_in_fp32
     ):
-        # a recipe is a bundle of defaults: a value that was set beside it wins, and is shown
+        # a recipe is a bundle of defaults: a value that was set in addition wins, and is shown
         findings.notes.append(
             f"ddp.grad_reduce_in_fp32={ddp.grad_reduce_in_fp32} is used instead of mixed_precision's "
             f"{precision.grad_reduce_in_fp32}"

@@ -102,5 +102,5 @@ def _check_flex_dispatcher(config: RunConfig, findings: Findings) -> None:
     if not getattr(fused_a2a, flag, False) or not findings.hardware.cuda:
         findings.lacking(
             f"model.moe_token_dispatcher_type=flex with moe_flex_dispatcher_backend={backend} needs a GPU and {needed}",
-            "use alltoall, or such a machine",
+            "use alltoall, or a machine that has it",
         )

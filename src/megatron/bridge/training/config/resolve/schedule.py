@@ -27,8 +27,8 @@ def derive_length(config: RunConfig, findings: Findings) -> None:
         steps,
     ):  # the recipe's; a value that the user typed is refused later
         findings.notes.append(
-            f"train.train_iters={train.train_iters} gives way to train.train_samples={train.train_samples}, which "
-            f"are {steps} steps"
+            f"train.train_iters={train.train_iters} is overridden by "
+            f"train.train_samples={train.train_samples}, which are {steps} steps"
         )
     train.train_iters = steps
 
@@ -44,9 +44,9 @@ def _count_epochs(config: RunConfig, findings: Findings) -> None:
     rows, batch = findings.count_rows(config), train.global_batch_size
     # exact, because 1.1 * 10 is more than 11 in floating point
     steps = math.ceil(Fraction(str(train.num_epochs)) * rows / batch)
-    gives_way = "" if train.train_iters in (0, steps) else f"; {before} gives way"
+    overridden = "" if train.train_iters in (0, steps) else f"; {before} is overridden"
     findings.notes.append(
-        f"{key} = {steps:,} steps of {batch} samples, {rows:,} in each epoch{gives_way}"
+        f"{key} = {steps:,} steps of {batch} samples, {rows:,} in each epoch{overridden}"
     )
     train.train_iters = steps
 

@@ -88,7 +88,7 @@ def layer_spec_fits_moe_layer_freq(config: RunConfig, world_size: int) -> Iterat
 
 
 def latent_experts_stand_alone(config: RunConfig, world_size: int) -> Iterator[str]:
-    """Projections around experts exclude biases, a dense layer beside the experts, and overlapping shared experts."""
+    """Projections around experts exclude biases, a parallel dense layer, and overlapping shared experts."""
     model, latent = config.model, config.model.moe_latent_size
     if latent and not model.num_moe_experts:
         yield f"model.moe_latent_size={latent} has no effect without experts: set it to null"

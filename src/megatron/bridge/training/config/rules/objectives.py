@@ -106,7 +106,7 @@ def labeled_answers_go_with_kto(config: RunConfig, world_size: int) -> Iterator[
 
 
 def adapters_can_be_switched_off(config: RunConfig, world_size: int) -> Iterator[str]:
-    """Without a reference of its own, a run with adapters is compared with its base."""
+    """Without a separate reference, a run with adapters is compared with its base."""
     if (
         config.dpo is not None
         and config.dpo.reference is None

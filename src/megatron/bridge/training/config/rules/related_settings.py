@@ -102,7 +102,7 @@ EXCLUSIONS = [
     Exclusive(
         "distill.cache",
         "distill.hidden_layers",
-        remedy="a cache holds no hidden states, unset the second or let the teacher run",
+        remedy="a cache contains no hidden states, unset the second or run the teacher",
     ),
     Exclusive(
         "distill.cache",
