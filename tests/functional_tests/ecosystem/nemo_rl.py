@@ -6,6 +6,18 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from megatron.bridge.training.model_load_save import (
+    load_model_config,
+    temporary_distributed_context,
+)
+from megatron.bridge.training.tokenizers.tokenizer import build_tokenizer
+from megatron.bridge.training.utils.flop_utils import num_floating_point_operations
+from megatron.bridge.training.utils.pg_utils import get_pg_collection
+from megatron.bridge.training.utils.train_utils import (
+    create_value_head_hook,
+    logical_and_across_model_parallel_group,
+    reduce_max_stat_across_model_parallel_group,
+)
 from megatron.core import parallel_state as mpu
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.process_groups_config import ProcessGroupCollection
@@ -34,21 +46,9 @@ from megatron.bridge.training.config import (
     TrainingConfig,
 )
 from megatron.bridge.training.initialize import initialize_megatron, set_jit_fusion_options
-from megatron.bridge.training.model_load_save import (
-    load_model_config,
-    temporary_distributed_context,
-)
 from megatron.bridge.training.optim import setup_optimizer
 from megatron.bridge.training.setup import _create_peft_pre_wrap_hook, _update_model_config_funcs
 from megatron.bridge.training.state import GlobalState
-from megatron.bridge.training.tokenizers.tokenizer import build_tokenizer
-from megatron.bridge.training.utils.flop_utils import num_floating_point_operations
-from megatron.bridge.training.utils.pg_utils import get_pg_collection
-from megatron.bridge.training.utils.train_utils import (
-    create_value_head_hook,
-    logical_and_across_model_parallel_group,
-    reduce_max_stat_across_model_parallel_group,
-)
 
 BATCH = 4
 

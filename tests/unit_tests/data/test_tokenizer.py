@@ -4,13 +4,13 @@
 import json
 
 import pytest
+from megatron.bridge.training.tokenizers.config import TokenizerConfig as PublicTokenizerConfig
 from transformers import AutoTokenizer
 
 from megatron.bridge.data.records.encoding import RecordEncoder
 from megatron.bridge.data.records.record_config import EncodingRules
 from megatron.bridge.data.tokenizer import TokenizerConfig, build_tokenizer, encode_many
 from megatron.bridge.inference.prompts import PromptReader
-from megatron.bridge.training.tokenizers.config import TokenizerConfig as PublicTokenizerConfig
 from tests.refusals import refused
 from tests.unit_tests.data.conftest import TEXT
 

@@ -3,16 +3,16 @@
 
 import pytest
 import torch
+from megatron.bridge.models.conversion.peft_bridge import build_adapter_config_dict
+from megatron.bridge.training.utils.config_utils import create_ddp_config
 from megatron.core.distributed import DistributedDataParallelConfig
 
 from megatron.bridge import AutoBridge
 from megatron.bridge.models.conversion.engine.export import SaveOptions
-from megatron.bridge.models.conversion.peft_bridge import build_adapter_config_dict
 from megatron.bridge.peft.dora import DoRA
 from megatron.bridge.peft.lora import LoRA
 from megatron.bridge.peft.utils import create_peft
 from megatron.bridge.training.config import DistributedDataParallelConfig as RunDDPConfig
-from megatron.bridge.training.utils.config_utils import create_ddp_config
 from megatron.bridge.utils.errors import UserError
 from tests.toy_models import make_llama
 

@@ -25,6 +25,7 @@ from megatron.bridge.models.features import (
     mamba_beside_attention,
     multipliers,
     padding,
+    padding_token,
     per_layer_inputs,
     rope,
     routing,
@@ -129,6 +130,9 @@ class GPTModelProvider(ModelProvider):
     own (``own_norms``). None lets the MLP read what attention has added to the input."""
     embedding_dropout: Annotated[float | None, BELOW_ONE] = None
     """Dropout of the embeddings; None is ``hidden_dropout``."""
+    embedding_padding_idx: Annotated[int | None, AT_LEAST_ZERO] = None
+    """The token whose input embedding has no gradient, as ``padding_idx`` of ``torch.nn.Embedding``; models from
+    Hugging Face have it where transformers' own class does. None trains all rows."""
     embedding_norm: bool = False
     """Embeddings pass an RMSNorm without a gain before the first layer."""
     output_bias: bool = False
@@ -368,6 +372,7 @@ class GPTModelProvider(ModelProvider):
         per_layer_inputs.apply_layer_ends(model, self)
         connect_shared_kv(model, self)
         padding.apply_padding(model, self)
+        padding_token.stop_padding_gradients(model, self)
         heads.apply_head(model, self)
 
     def _refuse_ineffective(self, defaults: Mapping[str, Any], context: str) -> None:

@@ -226,6 +226,8 @@ class DecoderBridge(MegatronModelBridge):
     weights: ClassVar[tuple[Block | SizedBlock, ...]] = ()
     irrelevant: ClassVar[config_fields.HarmlessKeys] = {}
     """Keys without effect in this architecture, in addition to those of every architecture."""
+    has_padding_row: ClassVar[bool] = True
+    """transformers' model gives ``pad_token_id`` to its embedding, so that row has no gradient from inputs."""
 
     unread_keys: Mapping[str, Any] = MappingProxyType({})
     """Dotted keys of the last config read that transformers' model never reads, with their values."""
@@ -283,7 +285,19 @@ class DecoderBridge(MegatronModelBridge):
             **self.irrelevant,
         }
         values = config_fields.read_all(self.fields, config, irrelevant, _key_hint)
-        return self._provider(**{**self.fixed, **values, **heads.read(self.head, config)})
+        settings = {**self.fixed, **values, **heads.read(self.head, config)}
+        padding_idx = self._padding_idx(config, settings.get("vocab_size"))
+        if padding_idx is not None:
+            settings["embedding_padding_idx"] = padding_idx
+        return self._provider(**settings)
+
+    def _padding_idx(self, config: Mapping[str, Any], vocab_size: int | None) -> int | None:
+        """Return the row that transformers' embedding does not train, if it has one."""
+        token = config.get("pad_token_id")
+        if not self.has_padding_row or not isinstance(token, int) or vocab_size is None:
+            return None
+        row = token if token >= 0 else vocab_size + token  # torch counts negative rows from the end
+        return row if 0 <= row < vocab_size else None
 
     def mapping_registry(self) -> MegatronMappingRegistry:
         """Return the mappings of all blocks whose names do not depend on the size of the model."""
@@ -309,6 +323,8 @@ class DecoderBridge(MegatronModelBridge):
         known: dict[str, Any] = {"architectures": [self._architecture]}
         if registration is not None and registration.model_type:
             known["model_type"] = registration.model_type
+        if self.has_padding_row:
+            known["pad_token_id"] = provider.embedding_padding_idx
         return {
             **known,
             **config_fields.write_all(self.fields, provider),

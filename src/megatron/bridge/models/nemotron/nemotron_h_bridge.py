@@ -81,6 +81,7 @@ class NemotronHBridge(DecoderBridge):
         "hidden_dropout": (0.0,),
         "n_shared_experts": (1,),
     }
+    has_padding_row = False
     weights = (
         ends("backbone.embeddings.weight", "backbone.norm_f", stack="final_norm"),
         mamba(_LAYERS),
