@@ -344,7 +344,46 @@ class DecoderBridge(MegatronModelBridge):
             )
         readable, _ = self._read(hf_config, hf_config)
         changed = config_fields.changed_keys(self.fields, provider, readable)
+        if changed:
+            # lists are written as they are, also where they depend on a key that changed
+            self._check_read_back(provider, readable, changed)
         return {**changed, **heads.changed_keys(provider, hf_config)}
+
+    def _check_read_back(
+        self, provider: Any, source: Mapping[str, Any], changed: Mapping[str, Any]
+    ) -> None:
+        """Refuse a provider if its config describes another one: a config can have values that its class ignores.
+
+        Args:
+            provider: what was trained.
+            source: the config that it was made from.
+            changed: new values of keys of ``source``.
+        """
+        written = config_fields.write_all(self.fields, provider)
+        lists = {key: value for key, value in written.items() if isinstance(value, list)}
+        described = {**source, **changed, **lists}
+        reason = "transformers would read it as another model"
+        try:
+            _, read_again = self._read(described, described)
+        except config_fields.ConfigError as error:
+            _, read_again = self._read(source, source)
+            reason = str(error)
+            different_keys = set(changed)
+        else:
+            rewritten = config_fields.write_all(self.fields, read_again)
+            different_keys = {key for key, value in written.items() if rewritten.get(key) != value}
+        lost = [
+            f"{name}={getattr(provider, name)!r}"
+            for field in self.fields
+            if field.hf in different_keys
+            for name in field.names
+            if getattr(provider, name) != getattr(read_again, name)
+        ]
+        if lost:
+            raise UserError(
+                f"a config of {self._architecture} cannot express {', '.join(lost)} ({reason}): set what its config "
+                "has, or write only the weights (save_hf_weights)"
+            )
 
     def can_say(self, provider: Any) -> bool:
         """Return whether a config of this architecture can describe the model."""
@@ -364,7 +403,7 @@ class DecoderBridge(MegatronModelBridge):
         return [
             f"{name}={value!r}"
             for name in names
-            if (value := getattr(provider, name)) != implied[name]
+            if (value := getattr(provider, name)) not in (implied[name], _NEUTRAL.get(name))
         ]
 
     @property
@@ -416,6 +455,20 @@ def _unknown_settings(bridge: type[DecoderBridge], provider: Any) -> Iterator[st
             yield f"{bridge.__name__}.{declaration}, which {provider.__name__} does not have{misspelling(name, known)}"
 
 
+_OF_NO_FAMILY = {
+    "moe_mlp_glu_interleave_size",
+    "moe_router_force_biased",
+    "moe_router_force_load_balancing",
+    "moe_shared_expert_glu_interleave_size",
+    "multi_latent_attention",
+    "rope_scaling",
+    "seq_len_interpolation_factor",
+    "use_mup",
+}
+"""Provider attributes that change what a trained model computes, and that no bridge sets."""
+_NEUTRAL = {"seq_len_interpolation_factor": 1}
+"""Attribute -> a value beside its default with which it changes nothing."""
+
 # attributes that bridges set, but that do not change what a trained model computes: layout, precision, losses
 _OF_TRAINING = {
     "params_dtype",
@@ -442,7 +495,7 @@ _OF_TRAINING = {
 
 @cache
 def function_fields() -> frozenset[str]:
-    """Return the provider attributes that bridges set and that change what a trained model computes."""
+    """Return the provider attributes that change what a trained model computes."""
     _load_families()
     bridges = [
         entry.bridge for entry in _REGISTRY.values() if issubclass(entry.bridge, DecoderBridge)
@@ -450,7 +503,8 @@ def function_fields() -> frozenset[str]:
     settings = {
         name for fields in declared_fields().values() for field in fields for name in field.names
     }
-    return frozenset(settings.union(*(bridge.fixed for bridge in bridges)) - _OF_TRAINING)
+    settings = settings.union(*(bridge.fixed for bridge in bridges)) - _OF_TRAINING
+    return frozenset(settings | _OF_NO_FAMILY)
 
 
 def _key_hint(key: str, claimed: Iterable[str]) -> str:

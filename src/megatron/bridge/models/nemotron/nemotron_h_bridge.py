@@ -93,6 +93,10 @@ class NemotronHBridge(DecoderBridge):
         latent_projections("mixer", layers=_LAYERS),
     )
 
+    def provider_of(self, config: Mapping[str, Any], raw: Mapping[str, Any]) -> Any:
+        hybrid.check_stored_pattern(raw)
+        return super().provider_of(config, raw)
+
     def carried_by(self, config: Any, entries: Mapping[str, TensorEntry]) -> tuple[str, ...]:
         """Return the layers of multi-token prediction, if the checkpoint has them."""
         del config

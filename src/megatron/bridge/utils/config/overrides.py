@@ -50,6 +50,7 @@ OTHER_NAMES = {
     "num_key_value_heads": "model.num_query_groups",
     "precision": "mixed_precision",
     "gradient_checkpointing": "model.recompute_granularity",
+    "hybrid_layer_pattern": "model.hybrid_override_pattern",
 }
 """Settings as other frameworks spell them -> their keys here, for suggestions."""
 
@@ -468,8 +469,10 @@ def _missing_key(config: Any, key: str, parent: str, owner: Any) -> UserError:
     if group == parent and hasattr(owner, last):
         return UserError(f"{key} is computed from other values and cannot be set")
     owner_phrase = f" in {type(owner).__name__}" if group and group == parent else ""
+    unavailable = getattr(type(config), "UNAVAILABLE_KEYS", frozenset[str]())
+    keys = [name for name in dotted_keys(config) if name not in unavailable]
     known = OTHER_NAMES.get(last)
-    close = [known] if known else nearest_keys(key, dotted_keys(config))
+    close = [known] if known in keys else nearest_keys(key, keys)
     return UserError(f"there is no {key}{owner_phrase}{suggestion(close)}")
 
 
