@@ -235,6 +235,7 @@ class GPTModelProvider(ModelProvider):
 
     def derive(self) -> None:
         """Add the padding of attention heads; ``unpadded_heads`` still tells what was declared."""
+        self._check_init_methods()
         super().derive()
         rope.check_parameters(self.rope_parameters or {})
         rope.check_parameters(self.local_rope_parameters or {}, "local_rope_parameters")
@@ -467,6 +468,26 @@ class GPTModelProvider(ModelProvider):
                 "model's config to a ModuleSpec"
             )
         return spec
+
+    def _check_init_methods(self) -> None:
+        """Try the user's functions for the first weights on a small matrix, without a change of random states."""
+        for key in ("init_method", "output_layer_init_method", "embedding_init_method"):
+            function: Any = getattr(self, key)
+            if function is None:
+                continue
+            usage = "name a function that fills a tensor in place, such as torch.nn.init.xavier_uniform_"
+            weights = torch.full((4, 4), torch.nan, device="cpu")
+            with torch.random.fork_rng(devices=[]), torch.no_grad():
+                try:
+                    function(weights)
+                except Exception as error:
+                    raise UserError(
+                        f"{key}={function_name(function)} does not fill a tensor ({one_line(error)}): {usage}"
+                    ) from error
+            if not weights.isfinite().all():
+                raise UserError(
+                    f"{key}={function_name(function)} leaves a tensor unfilled: {usage}"
+                )
 
     def _check_activation(self) -> None:
         """Refuse what is no function of a tensor; one that needs a GPU may fail here, and is not refused."""
