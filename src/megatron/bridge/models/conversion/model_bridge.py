@@ -360,8 +360,10 @@ class DecoderBridge(MegatronModelBridge):
             changed: new values of keys of ``source``.
         """
         written = config_fields.write_all(self.fields, provider)
-        lists = {key: value for key, value in written.items() if isinstance(value, list)}
-        described = {**source, **changed, **lists}
+        lists: dict[str, Any] = {
+            key: value for key, value in written.items() if isinstance(value, list)
+        }
+        described: dict[str, Any] = {**source, **changed, **lists}
         reason = "transformers would read it as another model"
         try:
             _, read_again = self._read(described, described)

@@ -29,7 +29,7 @@ def _stop_gradients(
         return
     is_padding = inputs[0] == padding_idx
     if module.reduce_scatter_embeddings:  # this rank has its share of the sequence, [s/tp, b, h]
-        rank = module.tp_group.rank()
-        is_padding = is_padding.transpose(0, 1).chunk(module.tp_group.size())[rank]
+        group: Any = module.tp_group
+        is_padding = is_padding.transpose(0, 1).chunk(group.size())[group.rank()]
     positions = is_padding.unsqueeze(-1)
     embeddings.register_hook(lambda gradient: gradient.masked_fill(positions, 0))
