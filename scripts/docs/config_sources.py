@@ -23,6 +23,15 @@ PART = GeneratedPart(
 FROM_MEMORY = "from memory"
 NOT_COMPARED = {*IDENTITY, "use_cache", "dtype"}
 """Keys that say nothing of the function: names, special tokens, and how a run stores and caches."""
+DISPUTED = {
+    ("Qwen/Qwen1.5-MoE-A2.7B", "max_position_embeddings"): (
+        "8192 is of the base model, 32768 of the chat model and its quantized copies"
+    ),
+    ("tencent/Hunyuan-7B-Instruct", "max_position_embeddings"): (
+        "32768 or 262144 by public converters, which accept both; the rotary embedding does not depend on it"
+    ),
+}
+"""(Model, key) -> what public sources say of a value in which they differ."""
 
 
 @dataclass(frozen=True)
@@ -90,7 +99,7 @@ def table() -> str:
 
 def _row(model: str, source_lines: list[SourceLine], values: Mapping[str, Any]) -> str:
     if not source_lines:
-        return f"| {model} | {FROM_MEMORY} | none |"
+        return f"| {model} | {FROM_MEMORY} | none{_describe_disputes(model)} |"
     sources = ", ".join(f"`{line.source}`" for line in source_lines)
     confirmed: set[str] = set()
     for line in source_lines:
@@ -98,4 +107,10 @@ def _row(model: str, source_lines: list[SourceLine], values: Mapping[str, Any]) 
     unconfirmed = sorted(set(values) - confirmed)
     if not unconfirmed:
         return f"| {model} | {sources} | all {len(values)} |"
-    return f"| {model} | {sources} | {len(confirmed)} of {len(values)} |"
+    count = f"{len(confirmed)} of {len(values)}"
+    return f"| {model} | {sources} | {count}{_describe_disputes(model)} |"
+
+
+def _describe_disputes(model: str) -> str:
+    disputes = [f"`{key}`: {what}" for (name, key), what in DISPUTED.items() if name == model]
+    return "".join(f"; {dispute}" for dispute in disputes)

@@ -28,7 +28,7 @@ H1 = {
     "ssm_out_multiplier": 0.9,
     "ssm_multipliers": [0.9, 1.2, 0.8, 1.1, 0.7],
     "mlp_multipliers": [1.3, 0.6],
-    "pad_token_id": None,  # transformers gives its embedding no gradient
+    "pad_token_id": 8,  # occurs in the text, and has no gradient as an input
 }
 
 ROWS = [

@@ -14,7 +14,7 @@ _FOUR_LAYERS = {"num_hidden_layers": 4, "layer_types": ["sliding_attention", "fu
 # layers without a window have wider heads; the last layers have no keys, or the full ones no values
 _GEMMA4 = {
     **_GEMMA,
-    "pad_token_id": None,
+    "pad_token_id": 8,
     "sliding_window": 9,
     **_FOUR_LAYERS,
     "head_dim": 8,  # scores have no scale of their own: wide heads would make rounding errors grow

@@ -17,7 +17,7 @@ SIZES = {
     "attn_layer_offset": 1,
     "mamba_d_state": 6,
     "mamba_dt_rank": 5,
-    "pad_token_id": None,  # transformers gives its embedding no gradient
+    "pad_token_id": 8,  # occurs in the text, and has no gradient as an input
 }
 
 ROWS = [

@@ -13,7 +13,7 @@ OPT = {
     "num_hidden_layers": 4,
     "num_attention_heads": 3,
     "max_position_embeddings": 70,
-    "pad_token_id": None,
+    "pad_token_id": 8,
     "dropout": 0.0,
 }
 

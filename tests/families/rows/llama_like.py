@@ -12,7 +12,7 @@ SIZE = {
     "num_key_value_heads": 2,
     "max_position_embeddings": 64,
     "rms_norm_eps": 1e-5,
-    "pad_token_id": None,
+    "pad_token_id": 8,
 }
 WIDE = {**SIZE, "head_dim": 16}
 STARCODER = {key: value for key, value in SIZE.items() if key != "rms_norm_eps"}

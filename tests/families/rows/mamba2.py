@@ -13,7 +13,7 @@ SIZES = {
     "n_groups": 2,
     "conv_kernel": 3,
     "chunk_size": 16,
-    "pad_token_id": None,
+    "pad_token_id": 8,
 }
 
 ROWS = [

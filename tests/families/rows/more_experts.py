@@ -13,7 +13,7 @@ SIZE = {
     "max_position_embeddings": 64,
     "rms_norm_eps": 1e-5,
     "num_experts_per_tok": 3,
-    "pad_token_id": None,
+    "pad_token_id": 8,
 }
 WIDE = {**SIZE, "head_dim": 16}
 DEEPSEEK = {

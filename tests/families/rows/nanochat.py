@@ -8,7 +8,7 @@ from tests.toy_models import LLAMA
 NANOCHAT = {**{key: value for key, value in LLAMA.items() if key != "head_dim"}, "hidden_size": 60}
 NANOCHAT |= {
     "final_logit_softcapping": 1.5,
-    "pad_token_id": None,
+    "pad_token_id": 8,
     "rope_parameters": {"rope_theta": 50.0},
 }
 

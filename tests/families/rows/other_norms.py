@@ -5,7 +5,7 @@ from tests.families.row import Row
 from tests.toy_models import LLAMA
 
 _PARTIAL = {"rope_type": "default", "rope_theta": 100.0, "partial_rotary_factor": 0.5}
-_GLM = {**LLAMA, "pad_token_id": None}
+_GLM = {**LLAMA, "pad_token_id": 8}
 _GRANITE = {
     "embedding_multiplier": 3.3,
     "attention_multiplier": 0.17,

@@ -13,7 +13,7 @@ SIZE = {
     "num_key_value_heads": 2,
     "max_position_embeddings": 64,
     "layer_norm_eps": 1e-4,
-    "pad_token_id": None,
+    "pad_token_id": 8,
 }
 NEOX = {key: value for key, value in SIZE.items() if key != "num_key_value_heads"}
 _RENAMED = {"intermediate_size": "ffn_hidden_size", "layer_norm_eps": "layer_norm_epsilon"}

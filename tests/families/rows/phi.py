@@ -13,7 +13,7 @@ SIZE = {
     "max_position_embeddings": 64,
     "original_max_position_embeddings": 64,
     "rms_norm_eps": 1e-5,
-    "pad_token_id": None,
+    "pad_token_id": 8,
     "bos_token_id": 1,
     "eos_token_id": 2,
 }

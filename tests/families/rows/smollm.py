@@ -12,7 +12,7 @@ SIZE = {
     "num_key_value_heads": 2,
     "max_position_embeddings": 64,
     "rms_norm_eps": 1e-5,
-    "pad_token_id": None,
+    "pad_token_id": 8,
     "bos_token_id": 1,
     "eos_token_id": 2,
     "rope_parameters": {"rope_type": "default", "rope_theta": 70.0},

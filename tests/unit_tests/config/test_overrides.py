@@ -252,6 +252,16 @@ def test_mistake_is_named(item, message):
     assert "\n" not in str(error.value)
 
 
+def test_unavailable_keys_are_not_proposed():
+    class WithoutIterations(Config):
+        UNAVAILABLE_KEYS = frozenset({"train.train_iters"})
+
+    with pytest.raises(UserError) as error:
+        apply_overrides(WithoutIterations(), ["train.train_itres=5"])
+    assert "there is no train.train_itres" in str(error.value)
+    assert "train.train_iters" not in str(error.value)
+
+
 def test_all_mistakes_come_together_and_nothing_is_set():
     config = Config()
     items = [

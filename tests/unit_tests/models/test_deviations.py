@@ -3,15 +3,10 @@
 
 import pytest
 import torch
-import torch.nn.functional as F
 
-from megatron.bridge import AutoBridge
 from megatron.bridge.models.conversion.deviations import DEVIATIONS, deviations_of
 from tests.families.rows import ROWS
-from tests.toy_models import make_llama
 from tests.unit_tests.models.test_more_families import provider_of
-
-PADDING = 5
 
 
 def names_of(config):
@@ -53,30 +48,3 @@ def test_long_texts_of_phimoe_differ():
         angles = chunk.rotary_pos_emb.get_freqs_non_repeated(count).float()
         ours = angles.cos() * chunk.rotary_pos_emb.attention_factor
         assert torch.allclose(cosines[0, :, : ours.size(1)], ours, atol=1e-5) == same
-
-
-@pytest.mark.parametrize("tied", [False, True])
-def test_a_padding_token_in_a_text_has_a_gradient_in_its_row_alone(tmp_path, capsys, tied):
-    given = {"pad_token_id": PADDING, "eos_token_id": PADDING, "tie_word_embeddings": tied}
-    model = make_llama(tmp_path, **given)
-    bridge = AutoBridge.from_hf_pretrained(str(tmp_path))
-    provider = bridge.to_megatron_provider()
-    assert "padding_idx" in capsys.readouterr().err
-    (chunk,) = provider.provide_distributed_model(wrap_with_ddp=False)
-    tokens = torch.tensor([[7, PADDING, 9, PADDING, 11, 3]])
-    targets = torch.tensor([1, 2, 3, 4, 6, 8])
-    F.cross_entropy(model(tokens).logits[0], targets).backward()
-    logits = chunk(tokens, torch.arange(6)[None], None)
-    F.cross_entropy(logits[0, :, : model.config.vocab_size].float(), targets).backward()
-    expected = model.model.embed_tokens.weight.grad
-    measured = chunk.embedding.word_embeddings.weight.grad[: len(expected)]
-    others = torch.arange(len(expected)) != PADDING
-    rounding = 1e-5 * float(expected.abs().max())
-    torch.testing.assert_close(measured[others], expected[others], rtol=1e-4, atol=rounding)
-    assert not torch.allclose(measured[PADDING], expected[PADDING], rtol=1e-2)
-    assert bool(expected[PADDING].any()) == tied, "a tied row has a gradient as an output"
-
-
-def test_a_padding_token_that_is_no_text_is_not_noted(tmp_path):
-    make_llama(tmp_path, pad_token_id=PADDING, eos_token_id=2)
-    assert not names_of(AutoBridge.from_hf_pretrained(str(tmp_path)).hf_config)

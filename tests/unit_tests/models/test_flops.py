@@ -22,14 +22,17 @@ ROW = {
 }  # attention's kernel on CPUs is not counted by PyTorch
 
 
-def model(name, **changes):
+def model_config(name, **changes):
     config = harness.hf_model(ROWS[name]).config
     config.architectures = [ROWS[name].model]
     for key, value in changes.items():
         setattr(config, key, value)
-    return AutoBridge.from_hf_config(config).to_megatron_model(
-        load_weights=False, wrap_with_ddp=False
-    )
+    return config
+
+
+def model(name, **changes):
+    bridge = AutoBridge.from_hf_config(model_config(name, **changes))
+    return bridge.to_megatron_model(load_weights=False, wrap_with_ddp=False)
 
 
 def layers(pattern):
@@ -79,6 +82,23 @@ def test_frozen_weights_cost_a_third_less():
     (chunk,) = model("nemotron_h", **layers("M-M-"))
     chunk.decoder.requires_grad_(False)
     assert flops_per_token([chunk], LENGTH) == pytest.approx(counted(chunk, passes=2), rel=1e-12)
+
+
+@pytest.mark.parametrize("labels", [1, 7])
+def test_a_classifier_has_no_padded_vocabulary(labels):
+    def total(**changes):
+        provider = AutoBridge.from_hf_config(model_config("nemotron_h")).to_megatron_provider(False)
+        for key, value in {
+            "head": "sequence_classification",
+            "num_labels": labels,
+            **changes,
+        }.items():
+            setattr(provider, key, value)
+        return flops_per_token(provider.provide_distributed_model(wrap_with_ddp=False), LENGTH)
+
+    width = ROWS["nemotron_h"].config["hidden_size"]
+    assert total() == total(should_pad_vocab=True, make_vocab_size_divisible_by=4096)
+    assert total(num_labels=labels + 2) - total() == 3 * 2 * 2 * width
 
 
 @pytest.mark.parametrize("window", [None, 8])

@@ -231,6 +231,23 @@ def test_an_activation_that_is_no_function_of_a_tensor_is_refused(function):
         provider.finalize()
 
 
+@pytest.mark.parametrize("key", ["init_method", "output_layer_init_method"])
+@pytest.mark.parametrize("function", [os.getcwd, len, json.dumps, torch.nn.init.constant_])
+def test_an_initialization_that_fills_no_tensor_is_refused(key, function):
+    provider = GPTModelProvider(num_layers=1, hidden_size=32, num_attention_heads=4)
+    setattr(provider, key, function)
+    with refused(f"{key}=", function.__name__, "such as torch.nn.init.xavier_uniform_"):
+        provider.finalize()
+
+
+def test_trying_an_initialization_leaves_the_random_state():
+    provider = GPTModelProvider(num_layers=1, hidden_size=32, num_attention_heads=4)
+    provider.init_method = torch.nn.init.normal_
+    before = torch.get_rng_state()
+    provider.finalize()
+    assert torch.equal(torch.get_rng_state(), before)
+
+
 @pytest.mark.parametrize("shape", [(1, 1), (4,)])
 def test_an_activation_keeps_the_shape(shape):
     provider = GPTModelProvider(num_layers=1, hidden_size=32, num_attention_heads=4)

@@ -3,6 +3,7 @@
 
 import json
 import math
+import shutil
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -243,3 +244,13 @@ def test_dense_models_say_nothing_of_experts():
     )
     written = dense._bridge.megatron_to_hf_config(provider)
     assert not {"n_routed_experts", "num_experts_per_tok", "n_group"} & set(written)
+
+
+def test_lists_of_layers_in_config_json_that_differ_are_refused(family_case, tmp_path):
+    """transformers reads layers_block_type and drops the other key before a bridge sees it."""
+    folder = shutil.copytree(family_case("nemotron_h").checkpoint, tmp_path / "model")
+    config = json.loads((folder / "config.json").read_text())
+    config["hybrid_override_pattern"] = "M" * len(config["layers_block_type"])
+    (folder / "config.json").write_text(json.dumps(config))
+    with pytest.raises(UserError, match="hybrid_override_pattern and layers_block_type"):
+        AutoBridge.from_hf_pretrained(folder).to_megatron_provider(load_weights=False)

@@ -13,6 +13,8 @@ from megatron.bridge.peft.canonical_lora import CanonicalLoRA
 from megatron.bridge.peft.dora import DoRA
 from megatron.bridge.peft.lora import LoRA, LoRAMerge
 from megatron.bridge.utils.errors import UserError
+from tests.families.own_models import model_class
+from tests.families.rows import ROWS
 from tests.toy_adapters import adapted, batch, gradients
 
 
@@ -53,6 +55,27 @@ def test_targets(models, case):
     trained = {name for name, parameter in model[0].named_parameters() if parameter.requires_grad}
     assert trained
     assert all(".adapter." in name for name in trained)
+
+
+@pytest.mark.parametrize("gated", [True, False])
+def test_defaults_of_separate_factors_fit_the_model(gated):
+    row = "llama_tied" if gated else "starcoder2"
+    config = model_class(ROWS[row].model).config_class(**ROWS[row].config)
+    config.architectures = [ROWS[row].model]
+    model = AutoBridge.from_hf_config(config).to_megatron_model(
+        load_weights=False, wrap_with_ddp=False
+    )
+    CanonicalLoRA()(model)
+    mlp = model[0].decoder.layers[0].mlp
+    parts = ["gate", "up"] if gated else []
+    assert hasattr(mlp.linear_fc1, "adapter")
+    assert [
+        name for name, _ in mlp.linear_fc1.adapter.named_children() if name in ("gate", "up")
+    ] == parts
+    assert adapted_layers(model)[:2] == [
+        "decoder.layers.0.self_attention.linear_proj",
+        "decoder.layers.0.self_attention.linear_qkv",
+    ]
 
 
 def test_parts_that_are_no_targets_have_no_factors(models):

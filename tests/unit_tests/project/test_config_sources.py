@@ -48,6 +48,15 @@ def test_confirmed_keys_exist(line: SourceLine):
     assert config_sources.confirmed_keys(line, values) <= set(values)
 
 
+def test_disputed_keys_are_stored_and_confirmed_by_no_source():
+    for model, key in config_sources.DISPUTED:
+        values = config_sources.stored_values(MODELS[model])
+        assert key in values
+        for line in LINES:
+            if line.model == model:
+                assert key not in config_sources.confirmed_keys(line, values)
+
+
 def test_defaults_of_transformers_confirm_what_they_are_named_for():
     mismatches = [
         (line.model, key, stored, default)

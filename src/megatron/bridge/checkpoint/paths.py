@@ -25,6 +25,7 @@ from megatron.bridge.utils.errors import UserError
 from megatron.bridge.utils.storage_paths import url_of
 
 TRACKER = "latest_checkpointed_iteration.txt"
+BEST = "best_checkpointed_iteration.txt"
 RUN_CONFIG = "run_config.yaml"
 TOKENIZER = "tokenizer"
 ADAPTER_CONFIG = "adapter_config.json"  # in a directory that the peft library wrote
@@ -204,6 +205,26 @@ def write_tracker(root: str | Path, iteration: int) -> None:
     atomic.write_text(tracker, f"{iteration}\n")
     if url_of(tracker) is not None:
         bucket.push_beside(tracker.parent)
+
+
+def write_best(root: str | Path, iteration: int) -> None:
+    """Name ``iteration`` as the one with the best evaluation; its directory must have been published before."""
+    assert iteration_dir(root, iteration).is_dir(), (
+        f"iteration {iteration} is not published in {root}"
+    )
+    file = storage.local(root) / BEST
+    atomic.write_text(file, f"{iteration}\n")
+    if url_of(file) is not None:
+        bucket.push_beside(file.parent)
+
+
+def best_iteration(root: str | Path) -> int | None:
+    """Return the iteration with the best evaluation, or None if none is named."""
+    try:
+        text = (storage.local(root) / BEST).read_text().strip()
+    except (OSError, UnicodeDecodeError):
+        return None
+    return int(text) if text.isdecimal() else None
 
 
 def _choices_phrase(root: str | Path) -> str:

@@ -68,6 +68,9 @@ def add_arguments(parser: Parser) -> None:
     previewing.add_argument(
         "--samples", type=count, default=3, metavar="N", help="samples to show (default: 3)"
     )
+    previewing.add_argument(
+        "--full", action="store_true", help="show long samples to their end, not only both ends"
+    )
     previewing.add_argument("--html", type=HtmlPage, metavar="FILE", help="also write a web page")
 
     preparing = commands.add_parser(
@@ -223,14 +226,15 @@ def preview_data(args: argparse.Namespace) -> int:
     from rich.console import Console
 
     from megatron.bridge.data.preview.collect import preview
-    from megatron.bridge.data.preview.render import to_console, to_html
+    from megatron.bridge.data.preview.render import PART_LENGTH, to_console, to_html
     from megatron.bridge.training.setup import build_data
 
     config, tokenizer, ranks = _resolve(args)
     sizes = (config.train.micro_batch_size, config.train.global_batch_size, ranks)
     data = build_data(config, tokenizer, place=(0, ranks))
     data_preview = preview(config.dataset, data, tokenizer, sizes, args.samples)
-    to_console(ensure_width(Console(highlight=False, soft_wrap=True)), data_preview)
+    terminal = ensure_width(Console(highlight=False, soft_wrap=True))
+    to_console(terminal, data_preview, None if args.full else PART_LENGTH)
     if args.html:
         write_file("--html", args.html, to_html(data_preview))
         console().print(f"{args.html} shows the same as a web page")

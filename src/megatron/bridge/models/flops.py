@@ -78,7 +78,10 @@ def _chunk_operations(chunk: nn.Module, length: int, backward: bool) -> Iterator
     if output is not None and getattr(config, "head", None) != "embedding":
         tied = output.weight is None  # to the embedding's, which only looked up
         weight = chunk.shared_embedding_or_output_weight() if tied else output.weight  # type: ignore[operator]
-        true = config.vocab_size / config.padded_vocab_size
+        if getattr(config, "head", None) is None:
+            true = config.vocab_size / config.padded_vocab_size
+        else:  # a head for classes, which every tensor-parallel rank holds
+            true = 1 / config.tensor_model_parallel_size
         times = 1 + (config.mtp_num_layers or 0)  # again for each further prediction
         yield _of_weight(weight, backward) * true * times
 

@@ -25,6 +25,7 @@ from megatron.bridge.models.features import (
     mamba_beside_attention,
     multipliers,
     padding,
+    padding_token,
     per_layer_inputs,
     rope,
     routing,
@@ -129,6 +130,9 @@ class GPTModelProvider(ModelProvider):
     own (``own_norms``). None lets the MLP read what attention has added to the input."""
     embedding_dropout: Annotated[float | None, BELOW_ONE] = None
     """Dropout of the embeddings; None is ``hidden_dropout``."""
+    embedding_padding_idx: Annotated[int | None, AT_LEAST_ZERO] = None
+    """The token whose input embedding has no gradient, as ``padding_idx`` of ``torch.nn.Embedding``; models from
+    Hugging Face have it where transformers' own class does. None trains all rows."""
     embedding_norm: bool = False
     """Embeddings pass an RMSNorm without a gain before the first layer."""
     output_bias: bool = False
@@ -231,6 +235,7 @@ class GPTModelProvider(ModelProvider):
 
     def derive(self) -> None:
         """Add the padding of attention heads; ``unpadded_heads`` still tells what was declared."""
+        self._check_init_methods()
         super().derive()
         rope.check_parameters(self.rope_parameters or {})
         rope.check_parameters(self.local_rope_parameters or {}, "local_rope_parameters")
@@ -368,6 +373,7 @@ class GPTModelProvider(ModelProvider):
         per_layer_inputs.apply_layer_ends(model, self)
         connect_shared_kv(model, self)
         padding.apply_padding(model, self)
+        padding_token.stop_padding_gradients(model, self)
         heads.apply_head(model, self)
 
     def _refuse_ineffective(self, defaults: Mapping[str, Any], context: str) -> None:
@@ -462,6 +468,26 @@ class GPTModelProvider(ModelProvider):
                 "model's config to a ModuleSpec"
             )
         return spec
+
+    def _check_init_methods(self) -> None:
+        """Try the user's functions for the first weights on a small matrix, without a change of random states."""
+        for key in ("init_method", "output_layer_init_method", "embedding_init_method"):
+            function: Any = getattr(self, key)
+            if function is None:
+                continue
+            usage = "name a function that fills a tensor in place, such as torch.nn.init.xavier_uniform_"
+            weights = torch.full((4, 4), torch.nan, device="cpu")
+            with torch.random.fork_rng(devices=[]), torch.no_grad():
+                try:
+                    function(weights)
+                except Exception as error:
+                    raise UserError(
+                        f"{key}={function_name(function)} does not fill a tensor ({one_line(error)}): {usage}"
+                    ) from error
+            if not weights.isfinite().all():
+                raise UserError(
+                    f"{key}={function_name(function)} leaves a tensor unfilled: {usage}"
+                )
 
     def _check_activation(self) -> None:
         """Refuse what is no function of a tensor; one that needs a GPU may fail here, and is not refused."""

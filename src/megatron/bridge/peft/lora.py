@@ -150,12 +150,18 @@ class LowRankPEFT(PEFT):
             for candidate in self.candidates(site, modules)
         ]
         everywhere = targets.gather(candidates)
-        chosen = targets.choose(everywhere, self.target_modules, self.exclude_modules)
+        patterns = self.target_patterns(everywhere)
+        chosen = targets.choose(everywhere, patterns, self.exclude_modules)
         self._refuse_parts(chosen)
         self._chosen = {candidate.name: candidate for candidate in chosen}
         for key in ("dim_by_module", "alpha_by_module"):
             selected = targets.select(f"peft.{key}", getattr(self, key), chosen)
             self._selected_by.update(selected)
+
+    def target_patterns(self, candidates: Sequence[TargetCandidate]) -> list[str]:
+        """Return the patterns that select layers among the ``candidates`` of the whole model."""
+        del candidates
+        return self.target_modules
 
     def candidates(self, site: Site, modules: HFModules) -> list[TargetCandidate]:
         """Return what can be adapted in a layer: the layer, and the parts that Hugging Face has as modules."""

@@ -19,7 +19,7 @@ from megatron.bridge.models.conversion import model_bridge
 from megatron.bridge.models.conversion.declare import vocabulary
 from megatron.bridge.models.conversion.declare.fields import IRRELEVANT, Field
 from megatron.bridge.testing import reference
-from megatron.bridge.testing.family import on_one_process
+from megatron.bridge.testing.family import on_one_process, padding_row
 from megatron.bridge.testing.row import Row
 from megatron.bridge.utils.errors import UserError, one_line
 
@@ -64,6 +64,7 @@ _TINY |= {
     "logits_scaling": 0.5,
     "logit_scale": 0.5,
 }
+# without padding: some classes of transformers zero its row when they load a checkpoint (Youtu)
 _IDS = {"pad_token_id": None, "bos_token_id": 1, "eos_token_id": 2}
 _MOST = 20_000_000  # parameters of a tiny model: more take long, and a real one all of the memory
 _EPSILONS = ("norm_eps", "norm_epsilon", "layer_norm_eps", "layer_norm_epsilon")
@@ -124,7 +125,10 @@ def best(config: Any, folder: Path) -> "tuple[BridgeDraft, Row, list[str]]":
     name_matches = {
         base: len(re.findall(rf"\({base[:-11]}(?!\d|Moe)\w+\):", text)) for base in bases
     }
-    drafts = [BridgeDraft(name, config.model_type, base, config, full, tensors) for base in bases]
+    has_row = padding_row(case.row, 0) is not None
+    drafts = [
+        BridgeDraft(name, config.model_type, base, config, full, tensors, has_row) for base in bases
+    ]
     drafts.sort(
         key=lambda candidate: (
             candidate.distance - 3 * bool(name_matches[candidate.base]),
@@ -195,6 +199,7 @@ class BridgeDraft:
     source_config: Any  # what was asked for
     config: Mapping[str, Any]  # of the tiny model, as transformers completes it
     tensors: Mapping[str, tuple[int, ...]]  # names in its checkpoint, with their shapes
+    has_padding_row: bool  # whether transformers' embedding has a padding_idx
     fixed: dict[str, Any] = field(default_factory=dict[str, Any])
     claimed: dict[str, str] = field(
         default_factory=dict[str, str]
@@ -430,6 +435,8 @@ class BridgeDraft:
             for name, values in attributes
             if values
         ]
+        if self.has_padding_row != self.parent.has_padding_row:
+            lines.append(f"    has_padding_row = {self.has_padding_row}\n")
         weights = (
             f"    weights = replace_blocks({', '.join((f'{parent}.weights', *self.blocks))})\n"
         )

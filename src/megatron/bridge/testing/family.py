@@ -11,9 +11,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import transformers
 from megatron.core import parallel_state
 from torch import multiprocessing
-from transformers import AutoModelForCausalLM
 
 from megatron.bridge import AutoBridge
 from megatron.bridge.testing import reference
@@ -60,6 +60,33 @@ def on_one_process(case: Case, folder: Path) -> Iterator[str]:
     yield from reference.numbers_and_bytes(case, "one", folder / "one")
     yield from export_without_a_source(case, folder / "new")
     yield from config_in_both_directions(AutoBridge.from_hf_pretrained(case.checkpoint))
+    yield from padding_rows(case.row)
+
+
+def padding_rows(row: Row) -> Iterator[str]:
+    """A line if the bridge takes another row than transformers for the one without gradients from inputs."""
+    token = 0
+    config = _model_class(row).config_class(**{**row.config, "pad_token_id": token})
+    config.architectures = [_model_class(row).__name__]
+    bridge = AutoBridge.from_hf_config(config)
+    built = bridge.to_megatron_provider(load_weights=False).embedding_padding_idx
+    if (expected := padding_row(row, token)) != built:
+        yield (
+            f"with pad_token_id={token}, transformers' embedding has padding_idx={expected}, and the provider has "
+            f"embedding_padding_idx={built}: set has_padding_row={expected is not None} in the bridge"
+        )
+
+
+def padding_row(row: Row, token: int) -> int | None:
+    """Return the ``padding_idx`` of transformers' embedding in the row's model with ``pad_token_id=token``."""
+    model_class = _model_class(row)
+    with torch.device("meta"):
+        model = model_class(model_class.config_class(**{**row.config, "pad_token_id": token}))
+    return model.get_input_embeddings().padding_idx
+
+
+def _model_class(row: Row) -> Any:
+    return getattr(transformers, row.model) if isinstance(row.model, str) else row.model
 
 
 def config_in_both_directions(bridge: AutoBridge) -> list[str]:
@@ -95,7 +122,7 @@ def export_without_a_source_of(
 
 
 def _not_as_in_transformers(case: ReferenceFiles, path: Path) -> list[str]:
-    auto: Any = AutoModelForCausalLM
+    auto: Any = transformers.AutoModelForCausalLM
     hf, loading = auto.from_pretrained(path, attn_implementation="eager", output_loading_info=True)
     layers = hf.config.num_hidden_layers
     # layers of multi-token prediction come after the others; transformers has no modules for them

@@ -22,6 +22,7 @@ from megatron.bridge.models.hf_pretrained.hub import (
     refuse_adapter_beside_weights,
 )
 from megatron.bridge.training.callbacks.observe.sample_generation import GenerationSamples
+from megatron.bridge.training.checkpointing import model_check
 from megatron.bridge.training.config import ConfigContainer, Resolved
 from megatron.bridge.training.config.resolve.data import tuning_parts
 from megatron.bridge.training.setup import add_tokenizer, count_rows
@@ -71,6 +72,7 @@ def input_problems(resolved: Resolved[ConfigContainer]) -> list[str]:
         _check_records,
         _check_prompts,
         _check_weights,
+        _check_second_model,
     )
     for check in checks:
         try:
@@ -136,6 +138,17 @@ def _try_records(part: SFTDatasetConfig, tokenizer: Tokenizer) -> None:
         raise add_other_problems(error, part, tokenizer) from error
 
 
+def notes_on_weights(config: ConfigContainer) -> Iterator[str]:
+    """Say what the run would say of the weights that it starts from, if they are on this machine."""
+    name = config.checkpoint.pretrained_checkpoint
+    folder = None if name is None else on_this_machine(name)
+    if folder is None:
+        return
+    note = model_check.describe_other_function(config.model, pretrained.local_weights(str(folder)))
+    if note:
+        yield note
+
+
 def _check_weights(resolved: Resolved[ConfigContainer]) -> None:
     checkpoint = resolved.config.checkpoint
     for name in (checkpoint.load, checkpoint.pretrained_checkpoint):
@@ -147,6 +160,26 @@ def _check_weights(resolved: Resolved[ConfigContainer]) -> None:
         else:
             verification.verify(folder, "fast")
         _compare_sizes(resolved.config.model, folder)
+
+
+def _check_second_model(resolved: Resolved[ConfigContainer]) -> None:
+    """Check the folder of the teacher or of the reference as the run does that loads it."""
+    distill, dpo = resolved.config.distill, resolved.config.dpo
+    names = {
+        "distill.teacher": None if distill is None else distill.teacher,
+        "dpo.reference": None if dpo is None else dpo.reference,
+    }
+    for key, name in names.items():
+        if name is None or is_hub_id(name):
+            continue
+        try:
+            folder = pretrained.local_weights(name)
+            if is_hf_model(folder):
+                refuse_adapter_beside_weights(folder, ignored=False)
+            else:
+                verification.verify(folder, "fast")
+        except UserError as error:
+            raise UserError(f"{key}={name}: {error}") from error
 
 
 def _compare_sizes(model: Any, weights: Path) -> None:

@@ -128,6 +128,8 @@ class Run:
     """Number of steps skipped right before the current or next step."""
     chat_template: str | None = None
     """Text of the template that conversations are rendered with, if it is not that of the model's tokenizer."""
+    best_step: int | None = None
+    """The step of the best evaluation, if the run remembers it (``BestModel``)."""
     stop_reason: str | None = None
     """A callback sets it to end the loop after this step."""
     requeue: bool = False

@@ -19,8 +19,8 @@ from megatron.bridge.data.config import (
 )
 from megatron.bridge.data.loaders import build_iterators
 from megatron.bridge.data.pretraining.mock_dataset import MockGPTDataset
-from megatron.bridge.data.preview.collect import preview
-from megatron.bridge.data.preview.render import to_console, to_html
+from megatron.bridge.data.preview.collect import TextSegment, preview
+from megatron.bridge.data.preview.render import _sample_text, to_console, to_html
 from megatron.bridge.data.records.encoding import TOO_LONG
 from megatron.bridge.data.tokenizer import NullTokenizer
 
@@ -191,6 +191,14 @@ def test_packed_rows_are_counted_in_sequences(folder, tokenizer):
     assert found.splits[0].rows == 1
     assert [batch.sequences for batch in found.first_batches] == [2, 2]
     assert json.loads(json.dumps(found.to_dict()))["splits"][0]["report"]["samples"] == 2
+
+
+@pytest.mark.parametrize(("length", "shown"), [(None, "abcdefgh"), (8, "abcdefgh"), (4, "ab")])
+def test_long_parts_are_shown_without_their_middle(length, shown):
+    text = _sample_text([TextSegment("abcdefgh", 8, True)], length).plain
+    assert text.startswith(f"\u27e6{shown}")
+    assert ("[... 4 characters ...] gh\u27e7" in text) == (length == 4)
+    assert "(8 of 8 tokens" in text
 
 
 def test_outputs_mark_what_is_learnt(folder, tokenizer):

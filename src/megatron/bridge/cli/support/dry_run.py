@@ -37,6 +37,7 @@ from megatron.bridge.training.inputs import (
     count_rows_here,
     elsewhere,
     input_problems,
+    notes_on_weights,
     with_vocabulary,
 )
 from megatron.bridge.utils.config.keys import leaf_values
@@ -76,6 +77,7 @@ def report(job: TrainJob, asked: int | None) -> Report:
         *resolved.notes,
         *summary.warnings(config),
         *elsewhere(config),
+        *notes_on_weights(config),
         *_caveats(config, teacher),
     ]
     problems = [*input_problems(resolved), *_save_problems(config, notes)]

@@ -32,6 +32,8 @@ PICTURE_WIDTH = 240  # pixels
 FRAMES = 4  # of a video
 PICTURE = "\ue001"  # of a private area: stands for a picture until the page is written
 PAGE_WIDTH = 120  # characters
+PART_LENGTH = 2000
+"""Characters of a part of a sample that a console shows; more are left out of its middle."""
 PAGE = """<!doctype html>
 <html><head><meta charset="utf-8"><title>Data preview</title>
 <style>body {{ color: #222; background: #fff; }} pre {{ white-space: pre-wrap; overflow-wrap: anywhere; }}</style>
@@ -39,16 +41,25 @@ PAGE = """<!doctype html>
 """
 
 
-def to_console(console: Console, preview: Preview) -> None:
+def to_console(console: Console, preview: Preview, part_length: int | None = None) -> None:
+    """Print a preview.
+
+    Args:
+        console: where to.
+        preview: what was collected.
+        part_length: characters of each part of a sample; more are left out of its middle. None shows all.
+    """
     for split in preview.splits:
-        console.print(_render_split(split))
+        console.print(_render_split(split, part_length))
     for corpus in preview.corpora:
         console.print(
             Text(corpus.name, style="bold underline"), *map(Text, corpus.lines()), "", sep="\n"
         )
     for row_number, text in enumerate(preview.texts, start=1):
         console.print(
-            Text(f"beginning of row {row_number}", style="bold"), _sample_text(text), sep="\n"
+            Text(f"beginning of row {row_number}", style="bold"),
+            _sample_text(text, part_length),
+            sep="\n",
         )
     if preview.first_batches:
         console.print(_render_batches(preview.first_batches))
@@ -105,12 +116,12 @@ def _image_html(picture: "Image.Image") -> str:
     return f'<img alt="" style="vertical-align: middle" src="data:image/png;base64,{data}">'
 
 
-def _render_split(split: SplitPreview) -> ConsoleRenderable:
+def _render_split(split: SplitPreview, part_length: int | None) -> ConsoleRenderable:
     lines: list[ConsoleRenderable] = [Text(split.name, style="bold underline")]
     lines += [Text(line) for line in summary(split)]
     lines.append(_render_histogram(split))
     for title, sample in zip(split.titles, split.samples, strict=True):
-        lines += [Text(title, style="bold"), _sample_text(sample)]
+        lines += [Text(title, style="bold"), _sample_text(sample, part_length)]
     return Group(*lines, Text())
 
 
@@ -132,16 +143,25 @@ def _render_histogram(split: SplitPreview) -> Table:
     return table
 
 
-def _sample_text(segments: list[TextSegment]) -> Text:
+def _shortened(text: str, length: int | None) -> str:
+    """``text``, without its middle if it is longer than ``length``."""
+    if length is None or len(text) <= length:
+        return text
+    half = length // 2
+    return f"{text[:half]} [... {len(text) - 2 * half:,} characters ...] {text[-half:]}"
+
+
+def _sample_text(segments: list[TextSegment], part_length: int | None) -> Text:
     """The text of a sample. The part in the loss has a color, and brackets for consoles without colors."""
     shown = Text()
     for segment in segments:
+        text = _shortened(segment.text, part_length)
         if segment.image is not None:
-            shown.append(segment.text, IMAGE)
+            shown.append(text, IMAGE)
         elif segment.trained:
-            shown.append(f"\u27e6{segment.text}\u27e7", TRAINED)
+            shown.append(f"\u27e6{text}\u27e7", TRAINED)
         else:
-            shown.append(segment.text, CONTEXT)
+            shown.append(text, CONTEXT)
     trained = sum(segment.tokens for segment in segments if segment.trained)
     tokens = sum(segment.tokens for segment in segments)
     shown.append(

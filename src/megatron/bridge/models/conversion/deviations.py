@@ -4,13 +4,9 @@
 Everything else is transformers' to rounding.
 """
 
-import inspect
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, cast
-
-END_KEYS = ("bos_token_id", "eos_token_id")
+from typing import Any
 
 
 @dataclass(frozen=True)
@@ -52,32 +48,6 @@ def _balances_experts(config: Any) -> bool:
     return any(coefficients)
 
 
-def _pads_with_text(config: Any) -> bool:
-    """Whether padding is a token that occurs in texts, and transformers does not train its embedding."""
-    padding = getattr(config, "pad_token_id", None)
-    if padding is None:
-        return False
-    ends: set[Any] = set()
-    for key in END_KEYS:
-        value: Any = getattr(config, key, None)
-        if isinstance(value, list):
-            ends.update(cast("list[Any]", value))
-        else:
-            ends.add(value)
-    return padding in ends and _has_padding_row(config)
-
-
-def _has_padding_row(config: Any) -> bool:
-    """Whether transformers' model gives its embedding a ``padding_idx``."""
-    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
-
-    models: Any = MODEL_FOR_CAUSAL_LM_MAPPING
-    kind: Any = models.get(type(config), None)
-    if kind is None:
-        return False
-    return "self.padding_idx" in inspect.getsource(sys.modules[kind.__module__])
-
-
 def _is_model_type(config: Any, model_type: str) -> bool:
     return getattr(config, "model_type", None) == model_type
 
@@ -96,14 +66,6 @@ DEVIATIONS = (
         "no noise is added to the inputs of experts (input_jitter_noise)",
         "training adds it",
         _adds_noise,
-        in_training_only=True,
-    ),
-    Deviation(
-        "padding that occurs in texts",
-        "most, if `pad_token_id` is also BOS or EOS",
-        "the input embedding of pad_token_id is trained where it occurs in a text, such as EOS between turns",
-        "that row has no gradient from inputs (padding_idx)",
-        _pads_with_text,
         in_training_only=True,
     ),
     Deviation(

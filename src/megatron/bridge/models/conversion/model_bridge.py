@@ -226,6 +226,8 @@ class DecoderBridge(MegatronModelBridge):
     weights: ClassVar[tuple[Block | SizedBlock, ...]] = ()
     irrelevant: ClassVar[config_fields.HarmlessKeys] = {}
     """Keys without effect in this architecture, in addition to those of every architecture."""
+    has_padding_row: ClassVar[bool] = True
+    """transformers' model gives ``pad_token_id`` to its embedding, so that row has no gradient from inputs."""
 
     unread_keys: Mapping[str, Any] = MappingProxyType({})
     """Dotted keys of the last config read that transformers' model never reads, with their values."""
@@ -283,7 +285,19 @@ class DecoderBridge(MegatronModelBridge):
             **self.irrelevant,
         }
         values = config_fields.read_all(self.fields, config, irrelevant, _key_hint)
-        return self._provider(**{**self.fixed, **values, **heads.read(self.head, config)})
+        settings = {**self.fixed, **values, **heads.read(self.head, config)}
+        padding_idx = self._padding_idx(config, settings.get("vocab_size"))
+        if padding_idx is not None:
+            settings["embedding_padding_idx"] = padding_idx
+        return self._provider(**settings)
+
+    def _padding_idx(self, config: Mapping[str, Any], vocab_size: int | None) -> int | None:
+        """Return the row that transformers' embedding does not train, if it has one."""
+        token = config.get("pad_token_id")
+        if not self.has_padding_row or not isinstance(token, int) or vocab_size is None:
+            return None
+        row = token if token >= 0 else vocab_size + token  # torch counts negative rows from the end
+        return row if 0 <= row < vocab_size else None
 
     def mapping_registry(self) -> MegatronMappingRegistry:
         """Return the mappings of all blocks whose names do not depend on the size of the model."""
@@ -309,6 +323,8 @@ class DecoderBridge(MegatronModelBridge):
         known: dict[str, Any] = {"architectures": [self._architecture]}
         if registration is not None and registration.model_type:
             known["model_type"] = registration.model_type
+        if self.has_padding_row:
+            known["pad_token_id"] = provider.embedding_padding_idx
         return {
             **known,
             **config_fields.write_all(self.fields, provider),
@@ -328,7 +344,48 @@ class DecoderBridge(MegatronModelBridge):
             )
         readable, _ = self._read(hf_config, hf_config)
         changed = config_fields.changed_keys(self.fields, provider, readable)
+        if changed:
+            # lists are written as they are, also where they depend on a key that changed
+            self._check_read_back(provider, readable, changed)
         return {**changed, **heads.changed_keys(provider, hf_config)}
+
+    def _check_read_back(
+        self, provider: Any, source: Mapping[str, Any], changed: Mapping[str, Any]
+    ) -> None:
+        """Refuse a provider if its config describes another one: a config can have values that its class ignores.
+
+        Args:
+            provider: what was trained.
+            source: the config that it was made from.
+            changed: new values of keys of ``source``.
+        """
+        written = config_fields.write_all(self.fields, provider)
+        lists: dict[str, Any] = {
+            key: value for key, value in written.items() if isinstance(value, list)
+        }
+        described: dict[str, Any] = {**source, **changed, **lists}
+        reason = "transformers would read it as another model"
+        try:
+            _, read_again = self._read(described, described)
+        except config_fields.ConfigError as error:
+            _, read_again = self._read(source, source)
+            reason = str(error)
+            different_keys = set(changed)
+        else:
+            rewritten = config_fields.write_all(self.fields, read_again)
+            different_keys = {key for key, value in written.items() if rewritten.get(key) != value}
+        lost = [
+            f"{name}={getattr(provider, name)!r}"
+            for field in self.fields
+            if field.hf in different_keys
+            for name in field.names
+            if getattr(provider, name) != getattr(read_again, name)
+        ]
+        if lost:
+            raise UserError(
+                f"a config of {self._architecture} cannot express {', '.join(lost)} ({reason}): set what its config "
+                "has, or write only the weights (save_hf_weights)"
+            )
 
     def can_say(self, provider: Any) -> bool:
         """Return whether a config of this architecture can describe the model."""
@@ -348,7 +405,7 @@ class DecoderBridge(MegatronModelBridge):
         return [
             f"{name}={value!r}"
             for name in names
-            if (value := getattr(provider, name)) != implied[name]
+            if (value := getattr(provider, name)) not in (implied[name], _NEUTRAL.get(name))
         ]
 
     @property
@@ -400,6 +457,20 @@ def _unknown_settings(bridge: type[DecoderBridge], provider: Any) -> Iterator[st
             yield f"{bridge.__name__}.{declaration}, which {provider.__name__} does not have{misspelling(name, known)}"
 
 
+_OF_NO_FAMILY = {
+    "moe_mlp_glu_interleave_size",
+    "moe_router_force_biased",
+    "moe_router_force_load_balancing",
+    "moe_shared_expert_glu_interleave_size",
+    "multi_latent_attention",
+    "rope_scaling",
+    "seq_len_interpolation_factor",
+    "use_mup",
+}
+"""Provider attributes that change what a trained model computes, and that no bridge sets."""
+_NEUTRAL = {"seq_len_interpolation_factor": 1}
+"""Attribute -> a value beside its default with which it changes nothing."""
+
 # attributes that bridges set, but that do not change what a trained model computes: layout, precision, losses
 _OF_TRAINING = {
     "params_dtype",
@@ -426,7 +497,7 @@ _OF_TRAINING = {
 
 @cache
 def function_fields() -> frozenset[str]:
-    """Return the provider attributes that bridges set and that change what a trained model computes."""
+    """Return the provider attributes that change what a trained model computes."""
     _load_families()
     bridges = [
         entry.bridge for entry in _REGISTRY.values() if issubclass(entry.bridge, DecoderBridge)
@@ -434,7 +505,8 @@ def function_fields() -> frozenset[str]:
     settings = {
         name for fields in declared_fields().values() for field in fields for name in field.names
     }
-    return frozenset(settings.union(*(bridge.fixed for bridge in bridges)) - _OF_TRAINING)
+    settings = settings.union(*(bridge.fixed for bridge in bridges)) - _OF_TRAINING
+    return frozenset(settings | _OF_NO_FAMILY)
 
 
 def _key_hint(key: str, claimed: Iterable[str]) -> str:

@@ -49,6 +49,7 @@ class FalconBridge(DecoderBridge):
         "apply_residual_connection_post_layernorm": (False,),
         **dict.fromkeys(("n_embed", "n_head", "n_layer")),  # copies under older names
     }
+    has_padding_row = False
     weights = (ends("transformer.word_embeddings.weight", "transformer.ln_f"), _layer_block)
 
 

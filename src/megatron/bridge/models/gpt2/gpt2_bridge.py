@@ -58,6 +58,7 @@ class GPT2Bridge(DecoderBridge):
         "scale_attn_weights": (True,),
         "scale_attn_by_inverse_layer_idx": (False,),
     }
+    has_padding_row = False
     weights = (
         ends("transformer.wte.weight", "transformer.ln_f"),
         (ReplicatedMapping("embedding.position_embeddings.weight", "transformer.wpe.weight"),),

@@ -33,6 +33,7 @@ class GPTNeoXBridge(DecoderBridge):
     irrelevant = dict.fromkeys(
         ("classifier_dropout", "attention_probs_dropout_prob", "hidden_dropout_prob")
     )
+    has_padding_row = False
     weights = (
         ends("gpt_neox.embed_in.weight", "gpt_neox.final_layer_norm", "embed_out.weight"),
         attention(

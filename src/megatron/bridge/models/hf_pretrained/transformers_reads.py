@@ -139,13 +139,15 @@ def _examine_config(as_json: str) -> _ReferenceModel | None:
     if model_class is None:
         return None
     with quiet_transformers():
-        config = config_class.from_dict(values)
         try:
+            config = config_class.from_dict(values)
             with _recording_reads(config) as recorder:
                 with torch.device("meta"):
                     model = model_class._from_config(config).to(torch.bfloat16)
                 ran = _run_model(model)
-        except Exception:  # transformers cannot build it: nothing is known to be unread
+        except (
+            Exception
+        ):  # transformers refuses it, or cannot build it: nothing is known to be unread
             return None
     from transformers import conversion_mapping, core_model_loading
 

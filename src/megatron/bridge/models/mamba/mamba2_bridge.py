@@ -34,6 +34,7 @@ class Mamba2Bridge(DecoderBridge):
     irrelevant |= {
         "rescale_prenorm_residual": (False,)
     }  # transformers 5 would divide projections that it has loaded
+    has_padding_row = False
     weights = (
         ends("backbone.embeddings.weight", "backbone.norm_f", stack="final_norm"),
         mamba("backbone.layers.*"),

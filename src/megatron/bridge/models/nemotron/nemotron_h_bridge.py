@@ -81,6 +81,7 @@ class NemotronHBridge(DecoderBridge):
         "hidden_dropout": (0.0,),
         "n_shared_experts": (1,),
     }
+    has_padding_row = False
     weights = (
         ends("backbone.embeddings.weight", "backbone.norm_f", stack="final_norm"),
         mamba(_LAYERS),
@@ -91,6 +92,10 @@ class NemotronHBridge(DecoderBridge):
         shared_experts("mixer.shared_experts", gated=False, layers=_LAYERS),
         latent_projections("mixer", layers=_LAYERS),
     )
+
+    def provider_of(self, config: Mapping[str, Any], raw: Mapping[str, Any]) -> Any:
+        hybrid.check_stored_pattern(raw)
+        return super().provider_of(config, raw)
 
     def carried_by(self, config: Any, entries: Mapping[str, TensorEntry]) -> tuple[str, ...]:
         """Return the layers of multi-token prediction, if the checkpoint has them."""

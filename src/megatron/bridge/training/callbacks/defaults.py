@@ -4,6 +4,7 @@
 from collections.abc import Iterable
 
 from megatron.bridge.training.callbacks.base import Callback, CallbackManager
+from megatron.bridge.training.callbacks.core.best_model import BestModel
 from megatron.bridge.training.callbacks.core.data import DataPosition, DataPreview
 from megatron.bridge.training.callbacks.core.intervals import (
     Evaluation,
@@ -51,6 +52,7 @@ def default_callbacks(
         and StopProfiling(profiling),  # writing profiles does not count as time of the step
         NaNGuard(),  # a step with NaN is logged, but neither evaluated nor saved
         Evaluation(),
+        BestModel() if config.validation.patience or config.checkpoint.keep_best else None,
         *GenerationSamples.of(config),
         *users,  # their changes at a step belong to the checkpoint of that step
         # on the batches as the user's callbacks see them

@@ -65,15 +65,20 @@ def check_same_function(
 
 def note_other_function(run: Run, path: Path) -> None:
     """Say with which settings the model computes something else than the model whose weights it starts from."""
-    changed = on_first_rank(
-        lambda: _changed_settings(
-            function_of(run.config.model), _stored_function(path), _SEEN_IN_TENSORS
-        )
+    note = on_first_rank(lambda: describe_other_function(run.config.model, path))
+    if note:
+        print_rank_0(f"note: {note}")
+
+
+def describe_other_function(provider: Any, path: Path) -> str | None:
+    """Return a sentence if ``provider`` computes something else than the model of the weights in ``path``."""
+    current = function_of(provider)
+    changed = _changed_settings(current, _stored_function(path), _SEEN_IN_TENSORS)
+    if not changed:
+        return None
+    return (
+        f"the weights of {path} are of a model that computes something else: {'; '.join(changed)}"
     )
-    if changed:
-        print_rank_0(
-            f"note: the weights of {path} are of a model that computes something else: {'; '.join(changed)}"
-        )
 
 
 def _stored_function(path: Path) -> dict[str, Any]:

@@ -79,6 +79,7 @@ def save_run(run: Run, background: AsyncSaver | None = None) -> Path:
     config = run.config.checkpoint
     assert config.save is not None, "checkpoint.save is not set"
     root, step = Path(config.save), run.progress.step
+    is_best = config.keep_best and run.best_step == step
     directory = paths.iteration_dir(root, step)
     if background is not None:
         background.poll(wait=True)
@@ -89,7 +90,7 @@ def save_run(run: Run, background: AsyncSaver | None = None) -> Path:
             directory,
             model_io.extra_files(to_plain(run.config), chat_template=run.chat_template),
             overwrite=True,
-            published=lambda: _make_newest(root, step, config.most_recent_k),
+            published=lambda: _make_newest(root, step, config.most_recent_k, is_best),
             background=background,
         )
     return directory
@@ -427,18 +428,22 @@ def _config_value(name: str, schedule: dict[str, Any], run: Run) -> Any:
 
 
 def prune(root: Path, newest: int, keep: int) -> None:
-    """Delete all but the ``keep`` newest checkpoints up to ``newest``, which is never deleted.
+    """Delete all but the best and the ``keep`` newest checkpoints up to ``newest``, which is never deleted.
 
     Later iterations exist if the run went back to an older checkpoint; the run will replace them.
     """
     if keep < 1:
         return
     older = [iteration for iteration in paths.published_iterations(root) if iteration < newest]
+    best = paths.best_iteration(root)
     for iteration in older[: max(0, len(older) - (keep - 1))]:
-        paths.remove(root, iteration)
+        if iteration != best:
+            paths.remove(root, iteration)
 
 
-def _make_newest(root: Path, step: int, keep: int) -> None:
+def _make_newest(root: Path, step: int, keep: int, is_best: bool) -> None:
+    if is_best:
+        paths.write_best(root, step)
     paths.write_tracker(root, step)
     prune(root, step, keep)
 

@@ -3,7 +3,7 @@
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 from megatron.bridge.data.config import MockGPTDatasetConfig
 from megatron.bridge.training.config.batch_size import lengths
@@ -11,6 +11,7 @@ from megatron.bridge.training.config.resolve import Resolved, resolve
 from megatron.bridge.training.config.resolve.findings import Hardware
 from megatron.bridge.training.config.resolve.precision import without_quantization
 from megatron.bridge.training.config.rules import LOCAL_RULES, RULES, SIZE_RULES, violations
+from megatron.bridge.training.config.rules.fields import UNAVAILABLE
 from megatron.bridge.training.config.run_config import RunConfig
 from megatron.bridge.utils import distributed
 from megatron.bridge.utils.config.origins import Origins, non_defaults
@@ -29,6 +30,9 @@ class ConfigContainer(RunConfig):
         >>> config = ConfigContainer(train=..., model=..., ...)  # doctest: +SKIP
         >>> config.validate()  # doctest: +SKIP
     """
+
+    UNAVAILABLE_KEYS: ClassVar[frozenset[str]] = frozenset(UNAVAILABLE)
+    """Dotted keys that no message proposes."""
 
     def resolve(
         self,

@@ -43,6 +43,7 @@ OTHER_NAMES = {
     "num_key_value_heads": "model.num_query_groups",
     "precision": "mixed_precision",
     "gradient_checkpointing": "model.recompute_granularity",
+    "hybrid_layer_pattern": "model.hybrid_override_pattern",
 }
 """Settings as other frameworks spell them -> their keys here, for suggestions."""
 
@@ -206,6 +207,9 @@ def _unknown_key(config: Any, key: str, owner_key: str, owner: Any) -> UserError
     if group == owner_key and hasattr(owner, last):
         return UserError(f"{key} is computed from other values and cannot be set")
     owner_phrase = f" in {type(owner).__name__}" if group and group == owner_key else ""
+    config_class = cast("type[Any]", type(config))
+    unavailable: frozenset[str] = getattr(config_class, "UNAVAILABLE_KEYS", frozenset())
+    keys = [name for name in dotted_keys(config) if name not in unavailable]
     known = OTHER_NAMES.get(last)
-    close = [known] if known else nearest_keys(key, dotted_keys(config))
+    close = [known] if known in keys else nearest_keys(key, keys)
     return UserError(f"there is no {key}{owner_phrase}{suggestion(close)}")

@@ -60,6 +60,13 @@ def _layer_symbols(config: Mapping[str, Any]) -> str:
     return pattern
 
 
+def check_stored_pattern(stored: Mapping[str, Any]) -> None:
+    """Refuse a ``config.json`` whose two lists of layers differ: transformers drops the older one unread."""
+    names = stored.get("layers_block_type") or stored.get("layer_types")
+    if names is not None and stored.get("hybrid_override_pattern") is not None:
+        _layer_symbols({**stored, "layers_block_type": names})
+
+
 def _names_back(_: Any, provider: Any) -> list[str]:
     names = {symbol: name for name, symbol in _NAMES.items()}
     return [names[symbol] for symbol in provider.layer_kinds]

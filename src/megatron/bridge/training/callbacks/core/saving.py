@@ -42,7 +42,8 @@ class CheckpointSaving(Callback):
         if self._background is not None:
             self._background.poll()
         config = context.config.checkpoint
-        if context.is_due(config.save_interval):
+        is_best = config.keep_best and context.best_step == context.progress.step
+        if context.is_due(config.save_interval) or is_best:
             self._save(context)
         elif self._name is not None and context.is_due(config.non_persistent_save_interval):
             save_load.save_non_persistent(context, self._name, self._started)
@@ -55,7 +56,11 @@ class CheckpointSaving(Callback):
         if self._name is not None:
             save_load.remove_non_persistent(context, self._name)
         if self._saved is not None:
-            directory = paths.iteration_dir(Path(str(context.config.checkpoint.save)), self._saved)
+            root = Path(str(context.config.checkpoint.save))
+            if context.config.checkpoint.keep_best and context.best_step == self._saved:
+                # found by the evaluation after the last step, which may have been saved before
+                on_first_rank(lambda: paths.write_best(root, context.progress.step))
+            directory = paths.iteration_dir(root, self._saved)
             print_rank_0(f"checkpoint: {directory}")
 
     def close(self, context: Run) -> None:

@@ -95,7 +95,8 @@ class Logging(Callback):
 
     def on_train_end(self, context: Run) -> None:
         """Log the steps after the last interval, unless the run will resume; print why it ends early."""
-        if self._steps and not context.requeue:
+        has_steps = self._steps > 0 and context.last_step is not None
+        if has_steps and not context.requeue:
             self._log(context, self._losses())
         if context.stop_reason is not None:
             print_rank_0(f"stopped after step {context.progress.step}: {context.stop_reason}")

@@ -27,6 +27,10 @@ class CheckpointConfig:
     """
     most_recent_k: int = -1
     """Number of newest checkpoints to keep; -1 keeps all."""
+    keep_best: bool = False
+    """Also save after each evaluation that is the best so far (``validation.metric``), and keep that checkpoint.
+    ``best_checkpointed_iteration.txt`` names it.
+    """
     save_optim: bool = True
     """Save the optimizer state."""
     save_rng: bool = True

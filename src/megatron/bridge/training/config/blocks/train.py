@@ -59,6 +59,14 @@ class ValidationConfig:
     """Steps between evaluations; None evaluates once, at the end."""
     eval_iters: Annotated[int, AT_LEAST_ZERO] = 0
     """Global batches in one evaluation; 0 switches evaluation off."""
+    patience: Annotated[int | None, AT_LEAST_ONE] = None
+    """End the run after this many evaluations in a row that are no better than the best one; None goes on."""
+    metric: str | None = None
+    """What makes an evaluation better: the name of a loss that it reports. None is the first one."""
+    metric_mode: Literal["min", "max"] = "min"
+    """Whether small (``min``) or large (``max``) values of the metric are better."""
+    min_delta: Annotated[float, AT_LEAST_ZERO] = 0.0
+    """An evaluation is better if the metric improves by more than this."""
 
 
 @dataclass

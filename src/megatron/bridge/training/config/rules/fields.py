@@ -124,7 +124,10 @@ _UNAVAILABLE = [
         ["model.disable_bf16_reduced_precision_matmul"],
         remedy="never read, set torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction in a script",
     ),
-    Unavailable(["model.is_hybrid_model"], remedy="never read, use model.hybrid_override_pattern"),
+    Unavailable(
+        ["model.is_hybrid_model"],
+        remedy="never read, a MambaModelProvider with hybrid_override_pattern is a hybrid model",
+    ),
     Unavailable(
         ["model.moe_token_dropping"], remedy="never read, use model.moe_expert_capacity_factor"
     ),

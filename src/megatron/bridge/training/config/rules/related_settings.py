@@ -290,6 +290,16 @@ REQUIREMENTS = [
         remedy="set one of them",
     ),
     Requirement(
+        AnyOf(On("validation.patience"), On("checkpoint.keep_best")),
+        needs=[On("validation.eval_interval"), On("validation.eval_iters")],
+        remedy="to evaluate during the run",
+    ),
+    Requirement(
+        On("checkpoint.keep_best"),
+        needs=[On("checkpoint.save")],
+        remedy="so that there are checkpoints to keep",
+    ),
+    Requirement(
         On("checkpoint.non_persistent_ckpt_type"),
         needs=[On("checkpoint.non_persistent_save_interval")],
         remedy="set both or none of them",
