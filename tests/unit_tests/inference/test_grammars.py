@@ -206,5 +206,5 @@ def test_a_tokenizer_without_a_decoder_is_named():
 
     words = models.WordLevel({"<eos>": 0, "a": 1}, "<eos>")
     hf = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(words), eos_token="<eos>")
-    with pytest.raises(UserError, match="decoder.*remove the grammar"):
+    with pytest.raises(UserError, match=r"decoder.*remove the grammar"):
         Grammars(hf, len(hf), frozenset({0})).check('start: "a"')

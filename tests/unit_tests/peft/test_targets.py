@@ -134,7 +134,7 @@ def test_tied_output_is_refused(tmp_path):
     make_llama(tmp_path, **DECODER, tie_word_embeddings=True)
     with pytest.raises(UserError, match="output_layer shares its weight with the embedding"):
         adapted(tmp_path, LoRA(target_modules=["output_layer"]), ddp=False)
-    with pytest.raises(UserError, match="'output_layer' matches no layer.*name word_embeddings"):
+    with pytest.raises(UserError, match=r"'output_layer' matches no layer.*name word_embeddings"):
         adapted(tmp_path, LoRA(modules_to_save=["output_layer"]), ddp=False)
 
 
