@@ -213,11 +213,13 @@ def own_memory() -> float:
 
 def index(args: argparse.Namespace, folder: Path) -> str:
     """What joining shards and starting a rank cost, and 15 trillion tokens by the same rates."""
-    from megatron.bridge.data.pretraining.indexed_writer import Lengths, write_index
+    from megatron.bridge.data.pretraining.indexed_writer import DocumentLengths, write_index
 
     simulated(folder, args.documents)
     peak, cpu = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.process_time()
-    write_index(folder / "corpus.idx", "u4", [Lengths(folder / "lengths", 0, args.documents)])
+    write_index(
+        folder / "corpus.idx", "u4", [DocumentLengths(folder / "lengths", 0, args.documents)]
+    )
     join = {
         "cpu": time.process_time() - cpu,
         "kept": 0.0,

@@ -28,7 +28,7 @@ class ScriptedEngine:
     def submit(self, prompt, sampling):
         from megatron.bridge.inference.engine import Detokenizer
         from megatron.bridge.inference.server.engine_client import RequestStream
-        from megatron.bridge.inference.server.engine_loop import Accepted, Progress
+        from megatron.bridge.inference.server.engine_loop import Accepted, ChoiceProgress
 
         stream = RequestStream(self, len(self.submitted), sampling.n)
         self.submitted.append((self.hf.decode(prompt), sampling))
@@ -37,9 +37,9 @@ class ScriptedEngine:
             detokenizer = Detokenizer(self.hf, sampling.stop, sampling.shown_ids)
             tokens = self.hf.encode(self.texts.pop(0), add_special_tokens=False)
             for token in tokens[: sampling.max_new_tokens]:
-                stream.put(Progress(stream.id, choice, detokenizer.add(token), [token]))
+                stream.put(ChoiceProgress(stream.id, choice, detokenizer.add(token), [token]))
             reason = "stop" if len(tokens) < sampling.max_new_tokens else "length"
-            last = Progress(stream.id, choice, detokenizer.finish(), [], finish_reason=reason)
+            last = ChoiceProgress(stream.id, choice, detokenizer.finish(), [], finish_reason=reason)
             if self.ends:
                 stream.put(last)
         return stream

@@ -14,7 +14,7 @@ from megatron.bridge.cli.support.exit_code import exit_code
 from megatron.bridge.cli.support.options import add_recipe_options
 from megatron.bridge.cli.support.parser import Parser, count
 from megatron.bridge.cli.support.text_format import columns
-from megatron.bridge.cli.support.train_job import Job, prepare
+from megatron.bridge.cli.support.train_job import TrainJob, prepare
 from megatron.bridge.utils import strict_json
 from megatron.bridge.utils.errors import UserError
 
@@ -184,7 +184,7 @@ def _import_ops(module: str | None) -> None:
         raise UserError(f"--ops-module {module} cannot be imported: {error}") from error
 
 
-def _name(job: Job) -> str:
+def _name(job: TrainJob) -> str:
     """A folder's name for the model."""
     return Path(job.source).stem
 

@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_map_only
 from megatron.bridge.autotune import meta_model
 from megatron.bridge.autotune.activations import Sizes, sizes_of
 from megatron.bridge.autotune.predict import run_of
-from megatron.bridge.autotune.time.work import Run
+from megatron.bridge.autotune.time.work import LayerSettings
 from megatron.bridge.training import setup
 from megatron.bridge.training.config import ConfigContainer
 from megatron.bridge.training.gpt_step import cut_sequences, on_device, packed_parameters
@@ -74,7 +74,7 @@ class Bench:
         return sizes_of(self.sized)
 
     @property
-    def run(self) -> Run:
+    def run(self) -> LayerSettings:
         return run_of(self.sized)
 
     @cached_property

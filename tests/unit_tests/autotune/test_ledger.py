@@ -6,7 +6,7 @@ import statistics
 
 import pytest
 
-from megatron.bridge.autotune.ledger import Entry, correction, read_entries, summary
+from megatron.bridge.autotune.ledger import LedgerEntry, correction, read_entries, summary
 from megatron.bridge.autotune.predict import predict
 from megatron.bridge.utils.config.serialize import dump_yaml
 from megatron.bridge.utils.errors import UserError
@@ -54,7 +54,7 @@ def test_runs_that_cannot_be_compared_are_named(tmp_path):
         (tmp_path / "cpu" / "metrics.jsonl").read_text()
     )
     found = list(read_entries([tmp_path], None))
-    assert not any(isinstance(each, Entry) for each in found)
+    assert not any(isinstance(each, LedgerEntry) for each in found)
     assert "run_config.yaml" in found[0]
     assert "--profile" in found[1]
     assert "no steps" in found[2]

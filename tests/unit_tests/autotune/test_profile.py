@@ -10,7 +10,7 @@ from megatron.bridge.autotune.gpus import gpu
 from megatron.bridge.autotune.measure.layers import time_layers
 from megatron.bridge.autotune.measure.machine import measure, merged
 from megatron.bridge.autotune.profile import MeasuredKernels, Profile, interpolated, read, write
-from megatron.bridge.autotune.time.collectives import Group
+from megatron.bridge.autotune.time.collectives import CollectiveGroup
 from megatron.bridge.autotune.time.work import Cost
 from megatron.bridge.utils.errors import UserError
 from tests.unit_tests.autotune.models import provider
@@ -50,9 +50,9 @@ def test_times_are_those_that_were_measured():
 
 def test_messages_are_those_of_the_nearest_group():
     links = MeasuredKernels(gpu("h100"), profile=profile(), world_size=4).links
-    assert links.all_gather(1e6, Group(2)) == pytest.approx(2e-3)
-    assert links.all_reduce(1e6, Group(8)) == pytest.approx(4e-3)
-    assert links.all_to_all(1e6, Group(1)) == 0.0
+    assert links.all_gather(1e6, CollectiveGroup(2)) == pytest.approx(2e-3)
+    assert links.all_reduce(1e6, CollectiveGroup(8)) == pytest.approx(4e-3)
+    assert links.all_to_all(1e6, CollectiveGroup(1)) == 0.0
     with pytest.raises(UserError, match="torchrun"):
         MeasuredKernels(gpu("h100"), profile=profile(messages={})).links.send(1e6, 1)
 

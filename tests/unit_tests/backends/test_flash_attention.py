@@ -15,7 +15,7 @@ from megatron.bridge.backends.attention.block_mask import (
     whole_sequence,
     zigzag_spans,
 )
-from megatron.bridge.backends.decoding.step import SingleTokens, Span, Step
+from megatron.bridge.backends.decoding.step import DecodingStep, SingleTokens, TokenSpan
 from tests.unit_tests.backends import naive
 from tests.unit_tests.backends.test_torch_attention import build, inputs
 
@@ -266,15 +266,15 @@ def test_extents_of_a_cache(counts, window, sinks):
     device = torch.device("cuda")
     spans, row = [], 0
     for count, length, extent in zip(counts, (700, 5, 333, 64), (1000, 0, 3000, 2000), strict=True):
-        spans.append(Span(row, count, length - count, extent, len(spans)))
+        spans.append(TokenSpan(row, count, length - count, extent, len(spans)))
         row += count
     query, cache = torch.randn(row, 8, 64), torch.randn(2, 4096, 2, 64)
     offsets = torch.randn(8) if sinks else None
     expected = naive.attend_extents(
-        query, *cache, Step(spans, torch.device("cpu")).extents, window, 0.125, offsets
+        query, *cache, DecodingStep(spans, torch.device("cpu")).extents, window, 0.125, offsets
     )
     query, cache = query.to(device).bfloat16(), cache.to(device).bfloat16()
-    step = Step(spans, device)
+    step = DecodingStep(spans, device)
     if set(counts) == {1}:
         numbers = torch.tensor([(span.start, span.extent) for span in spans], device=device)
         step = SingleTokens(*numbers.t(), 131_072)

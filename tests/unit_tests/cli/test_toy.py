@@ -11,7 +11,7 @@ from megatron.bridge.autotune import meta_model
 from megatron.bridge.autotune.predict import predict
 from megatron.bridge.cli.rehearse import command, toy_config
 from megatron.bridge.cli.rehearse.toy_config import ParallelDimensions
-from megatron.bridge.cli.support.train_job import Job
+from megatron.bridge.cli.support.train_job import TrainJob
 from megatron.bridge.models.conversion.auto_bridge import AutoBridge
 from megatron.bridge.models.conversion.check import compare_logits
 from megatron.bridge.recipes.catalog import find
@@ -102,7 +102,7 @@ def test_a_toy_to_tune_predicts_one_token():
     """Transformers makes it."""
     recipe = find("deepseek_v3_finetune_config")
     config = recipe()
-    job = Job(config, Origins.of(config), recipe.name, "sft", recipe.gpus, recipe)
+    job = TrainJob(config, Origins.of(config), recipe.name, "sft", recipe.gpus, recipe)
     small = command._toy_of(job, recipe.gpus, 1)
     assert small.config.model.mtp_num_layers is None
     assert AutoBridge.hf_config_of(small.config.model)["num_nextn_predict_layers"] == 0

@@ -12,14 +12,14 @@ import torch
 import torch.nn.functional as F
 from omegaconf import OmegaConf
 
-from megatron.bridge.utils.config.origins import Origins, annotated_yaml, leaf_values
+from megatron.bridge.utils.config.keys import dotted_keys, leaf_values
+from megatron.bridge.utils.config.origins import Origins, annotated_yaml
 from megatron.bridge.utils.config.overrides import (
     Change,
     Layer,
     apply_layers,
     apply_overrides,
     check_sticks,
-    dotted_keys,
     settle_types,
 )
 from megatron.bridge.utils.config.serialize import load_yaml

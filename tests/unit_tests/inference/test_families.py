@@ -9,7 +9,7 @@ from megatron.core.transformer.enums import AttnMaskType
 from megatron.bridge.inference import decoding_state
 from megatron.bridge.inference.engine import Engine
 from megatron.bridge.inference.requests import Sampling
-from megatron.bridge.inference.scheduler import Plan
+from megatron.bridge.inference.scheduler import StepPlan
 from megatron.bridge.peft.lora import LoRA
 from tests.families import decoding
 from tests.families.rows import ROWS
@@ -206,5 +206,5 @@ def test_a_rank_without_work_writes_to_no_text(family_case):
             (job,) = engine.submit(prompt, sampling)
             list(engine.run())
             found.append(job.completion.logprobs)
-            engine._runner.run(Plan(), [], 3)
+            engine._runner.run(StepPlan(), [], 3)
     assert found[0] == found[1]

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron.bridge.inference.scheduler import ALIGNMENT, Arena, Limits, Scheduler, Text
+from megatron.bridge.inference.scheduler import ALIGNMENT, Arena, Limits, ScheduledText, Scheduler
 
 
 @given(st.lists(st.tuples(st.integers(0, 2), st.integers(1, 90)), max_size=60), st.integers(0, 400))
@@ -122,7 +122,7 @@ def make_text(draw):
         if draw.random() < 0.3
         else {}
     )
-    return Text(list(prompt), len(prompt), len(prompt) + draw.randint(1, 40), **whole)
+    return ScheduledText(list(prompt), len(prompt), len(prompt) + draw.randint(1, 40), **whole)
 
 
 @pytest.mark.parametrize(
@@ -132,7 +132,7 @@ def test_chunks_join_single_tokens(rows, counts):
     """A step computes as many chunks as fit, and at least one beside the single tokens of other texts."""
     scheduler = Scheduler(Limits(tokens=640, requests=8, chunk=8, rows=rows, reuses=False))
     for length in (1, 16, 8):
-        scheduler.add(Text([7] * length, length, length + 9))
+        scheduler.add(ScheduledText([7] * length, length, length + 9))
     for expected in counts:
         plan = scheduler.plan()
         assert [work.count for work in plan.work] == expected
@@ -144,16 +144,16 @@ def test_chunks_join_single_tokens(rows, counts):
 
 def test_a_text_that_can_never_fit_is_a_mistake_of_the_caller():
     with pytest.raises(AssertionError, match=r"Engine\.check"):
-        Scheduler(Limits(tokens=64, requests=1)).add(Text([1], 1, 100))
+        Scheduler(Limits(tokens=64, requests=1)).add(ScheduledText([1], 1, 100))
 
 
 def test_equal_beginnings_are_copied():
     scheduler = Scheduler(Limits(tokens=640, requests=4, chunk=8, rows=64))
     prompt = list(range(20))
-    first = Text(list(prompt), 20, 24)
+    first = ScheduledText(list(prompt), 20, 24)
     scheduler.add(first)
     scheduler.commit(scheduler.plan())
-    scheduler.add(Text([*prompt[:18], 99], 19, 24))
+    scheduler.add(ScheduledText([*prompt[:18], 99], 19, 24))
     plan = scheduler.plan()
     assert [(copy.source, copy.count) for copy in plan.copies] == [(first.extent, 16)]
     assert [(work.start, work.count) for work in plan.work if work.text is not first] == [(16, 3)]
@@ -161,7 +161,7 @@ def test_equal_beginnings_are_copied():
 
 def test_a_long_text_is_computed_again_when_its_angles_change():
     scheduler = Scheduler(Limits(tokens=640, requests=4, chunk=8, rows=64, reuses=False))
-    text = Text([1] * 10, 10, 20, switch=12)
+    text = ScheduledText([1] * 10, 10, 20, switch=12)
     scheduler.add(text)
     seen = []
     while text.needs_sample:

@@ -261,7 +261,7 @@ def test_a_tensor_of_all_experts_is_read_and_written_expert_by_expert(tmp_path):
     assert (out / "model.safetensors").read_bytes() == (source / "model.safetensors").read_bytes()
     assert torch.equal(load_file(out / "model.safetensors")["gate_up"], whole)
     with pytest.raises(UserError, match="leave out experts of gate_up"):
-        list(buckets.stream(bridge, plan.Plan(made.tasks[:2])))
+        list(buckets.stream(bridge, plan.ConversionPlan(made.tasks[:2])))
 
 
 def test_a_stack_of_another_number_of_experts_is_refused(tmp_path):

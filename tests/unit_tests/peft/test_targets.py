@@ -280,13 +280,13 @@ class FusedNorm(torch.nn.Module):
 def test_fused_norm_shows_what_the_matrix_sees(models):
     from megatron.bridge.peft import layers
     from megatron.bridge.peft.lora import LoRAAdapter
-    from megatron.bridge.peft.low_rank import Shape
+    from megatron.bridge.peft.low_rank import LoRAShape
     from megatron.bridge.peft.targets import Site
 
     _, model = adapted(models("llama"), LoRA(dim=2), ddp=False)
     layer = FusedNorm(model[0].config)
     site = Site("layer", layer, "column", None, 1)
-    layers.attach(site, LoRAAdapter(site, Shape(2, 4)))
+    layers.attach(site, LoRAAdapter(site, LoRAShape(2, 4)))
     x = torch.randn(3, 4)
     with torch.no_grad():
         layer.adapter.b.normal_()

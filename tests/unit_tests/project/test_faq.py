@@ -102,7 +102,7 @@ def test_names_of_peft_are_its_own():
 
 
 def test_answers_to_foreign_names_are_those_of_the_command_line():
-    from megatron.bridge.utils.config.overrides import OTHER_NAMES
+    from megatron.bridge.utils.config.keys import OTHER_NAMES
 
     table = dict(rows("`TrainingArguments`") + rows("`SFTConfig` of TRL"))
     shared = [

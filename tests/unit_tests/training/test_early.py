@@ -11,7 +11,8 @@ from megatron.bridge.recipes.llama import llama32_1b_pretrain_config
 from megatron.bridge.training.config.early import EarlyConfig, check_early
 from megatron.bridge.training.config.run_config import RunConfig
 from megatron.bridge.utils.config.coerce import field_types
-from megatron.bridge.utils.config.overrides import Layer, apply_overrides, dotted_keys
+from megatron.bridge.utils.config.keys import dotted_keys
+from megatron.bridge.utils.config.overrides import Layer, apply_overrides
 from megatron.bridge.utils.errors import UserError
 
 

@@ -27,7 +27,7 @@ _WARM = 2  # the first steps are excluded: they allocate and compile
 
 
 @dataclass(frozen=True)
-class Entry:
+class LedgerEntry:
     """One run: its measured and predicted step time and, on a GPU, the bytes of its fullest rank."""
 
     run: str
@@ -44,7 +44,7 @@ class Entry:
         return self.predicted / self.measured - 1
 
 
-def read_entries(places: Sequence[Path], profile: Profile | None) -> Iterator[Entry | str]:
+def read_entries(places: Sequence[Path], profile: Profile | None) -> Iterator[LedgerEntry | str]:
     """Yield the runs below ``places``, sorted by name, or a message for each run that cannot be compared."""
     folders = sorted({path.parent for root in places for path in root.rglob(loss_curves.METRICS)})
     if not folders:
@@ -58,7 +58,7 @@ def read_entries(places: Sequence[Path], profile: Profile | None) -> Iterator[En
             yield f"{folder}: {error}"
 
 
-def _read_entry(folder: Path, profile: Profile | None) -> Entry:
+def _read_entry(folder: Path, profile: Profile | None) -> LedgerEntry:
     rows = loss_curves.read_metrics(folder)
     steps = [
         row for row in rows if row["kind"] == "train" and "step time" in row and row["step"] > _WARM
@@ -79,7 +79,7 @@ def _read_entry(folder: Path, profile: Profile | None) -> Entry:
     )
     config = config.resolve(environment["processes"]).config
     peaks = [row["peak memory GB"] * 1e9 for row in steps if device and "peak memory GB" in row]
-    return Entry(
+    return LedgerEntry(
         run=str(folder),
         device=name,
         processes=environment["processes"],
@@ -98,7 +98,7 @@ def _read_environment(folder: Path) -> dict[str, Any]:
     return strict_json.read(files[-1])
 
 
-def correction(entries: Sequence[Entry]) -> float:
+def correction(entries: Sequence[LedgerEntry]) -> float:
     """Return the median ratio of measured to predicted time."""
     return statistics.median(entry.measured / entry.predicted for entry in entries)
 
@@ -110,10 +110,10 @@ def spread(errors: Sequence[float]) -> str:
     return f"error {statistics.median(sizes):.1%} in the median, {ninth:.1%} at the 90th percentile"
 
 
-def summary(entries: Sequence[Entry]) -> str:
+def summary(entries: Sequence[LedgerEntry]) -> str:
     taken = f"measured steps take {correction(entries):.3f} of the predicted time in the median"
     return f"{len(entries)} runs: {spread([entry.error for entry in entries])}; {taken}"
 
 
-def as_json(entries: Sequence[Entry]) -> str:
+def as_json(entries: Sequence[LedgerEntry]) -> str:
     return json.dumps([vars(entry) | {"error": entry.error} for entry in entries], indent=2) + "\n"

@@ -14,8 +14,8 @@ from megatron.bridge.autotune.memory import bucket_size
 from megatron.bridge.autotune.profile import MeasuredKernels, Profile
 from megatron.bridge.autotune.time.kernels import Precision, Roofline
 from megatron.bridge.autotune.time.schedule import pipeline_of
-from megatron.bridge.autotune.time.step import Chunk, Plan, Prediction, Setting, predict_step
-from megatron.bridge.autotune.time.work import LayerShape, Run, operations_per_token
+from megatron.bridge.autotune.time.step import Chunk, Plan, Prediction, StepSettings, predict_step
+from megatron.bridge.autotune.time.work import LayerSettings, LayerShape, operations_per_token
 from megatron.bridge.training.config import ConfigContainer
 from megatron.bridge.training.config.resolve.precision import without_quantization
 
@@ -69,14 +69,14 @@ def roofline_of(
     return Roofline(gpu_row, precision, fp8_attention=precision == "fp8" and attention)
 
 
-def setting_of(config: ConfigContainer, world_size: int) -> Setting:
+def setting_of(config: ConfigContainer, world_size: int) -> StepSettings:
     model: Any = config.model
     train, ddp = config.train, config.ddp
     rows = model.padded_vocab_size // model.tensor_model_parallel_size
     stages = model.pipeline_model_parallel_size
     experts = model.expert_tensor_ranks * model.expert_model_parallel_size
     replicas = world_size // (model.tensor_model_parallel_size * stages)
-    return Setting(
+    return StepSettings(
         pipeline=pipeline_of(config, world_size),
         run=run_of(config),
         recompute=recompute_of(config),
@@ -97,10 +97,10 @@ def setting_of(config: ConfigContainer, world_size: int) -> Setting:
     )
 
 
-def run_of(config: ConfigContainer) -> Run:
+def run_of(config: ConfigContainer) -> LayerSettings:
     model, train = config.model, config.train
     experts, kind = model.num_moe_experts or 0, model.cp_comm_type
-    return Run(
+    return LayerSettings(
         tokens=train.micro_batch_size * config.dataset.seq_length // model.context_parallel_size,
         hidden=model.hidden_size,
         tensor=model.tensor_model_parallel_size,
@@ -134,7 +134,7 @@ def recompute_of(config: ConfigContainer) -> Callable[[LayerShape, int], float]:
 
 
 @lru_cache(maxsize=4096)
-def _recomputed_share(layer: LayerShape, modules: tuple[str, ...], run: Run) -> float:
+def _recomputed_share(layer: LayerShape, modules: tuple[str, ...], run: LayerSettings) -> float:
     all_operations = operations_per_token(layer, run)
     again = 0.0
     for module in modules:

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from megatron.bridge.autotune.efficiency import Direction
 from megatron.bridge.autotune.gpus import Gpu
-from megatron.bridge.autotune.time.collectives import AlphaBeta, Group
+from megatron.bridge.autotune.time.collectives import AlphaBeta, CollectiveGroup
 from megatron.bridge.autotune.time.kernels import Roofline
 from megatron.bridge.autotune.time.work import Cost
 from megatron.bridge.utils import strict_json
@@ -139,16 +139,16 @@ class MeasuredLinks(AlphaBeta):
 
     messages: dict[str, Samples]
 
-    def all_gather(self, size: float, group: Group) -> float:
+    def all_gather(self, size: float, group: CollectiveGroup) -> float:
         return self._time("all_gather", size, group.size)
 
-    def reduce_scatter(self, size: float, group: Group) -> float:
+    def reduce_scatter(self, size: float, group: CollectiveGroup) -> float:
         return self._time("reduce_scatter", size, group.size)
 
-    def all_reduce(self, size: float, group: Group) -> float:
+    def all_reduce(self, size: float, group: CollectiveGroup) -> float:
         return self._time("all_reduce", size, group.size)
 
-    def all_to_all(self, size: float, group: Group) -> float:
+    def all_to_all(self, size: float, group: CollectiveGroup) -> float:
         return self._time("all_to_all", size, group.size)
 
     def send(self, size: float, distance: int) -> float:

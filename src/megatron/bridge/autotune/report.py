@@ -4,7 +4,7 @@
 from collections.abc import Iterable, Iterator, Sequence
 from html import escape
 
-from megatron.bridge.autotune.time.simulate import Span
+from megatron.bridge.autotune.time.simulate import PassSpan
 from megatron.bridge.autotune.time.step import Prediction
 
 KINDS = {
@@ -127,7 +127,7 @@ def timeline(prediction: Prediction) -> str:
     return f"<svg width='{_WIDTH}' height='{height}' viewBox='0 0 {_WIDTH} {height}'>{boxes}</svg>{cut}{legend}"
 
 
-def _span_box(span: Span, scale: float) -> str:
+def _span_box(span: PassSpan, scale: float) -> str:
     work = span.work
     color = _COLORS[work.kind][work.chunk % 2]
     words = f"stage {span.stage}, {work.kind} of microbatch {work.microbatch}, chunk {work.chunk}: "

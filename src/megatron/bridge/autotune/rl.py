@@ -31,7 +31,7 @@ OFFLOADS = ("params", "grads", "optimizer", "reference")
 
 
 @dataclass(frozen=True)
-class Job:
+class RLJob:
     lengths: np.ndarray  # tokens of each sample of a step, prompt plus response
     max_token_len: int  # maximum tokens of a packed row in the update
     log_prob_max_token_len: int  # maximum tokens of a packed row in forward-only passes
@@ -48,10 +48,10 @@ class Job:
 
 
 @dataclass(frozen=True)
-class Step:
+class RLStep:
     """The cost of a step of reinforcement learning without generation; times are seconds."""
 
-    job: Job
+    job: RLJob
     price: Price  # of the update
     log_probs: float  # forward passes of the policy, the reference and the critic
     update: float
@@ -109,7 +109,7 @@ class RLSearch:
     """Search the fastest layouts for a step of ``job``; the other arguments are those of ``Search``."""
 
     def __init__(
-        self, config: ConfigContainer, world_size: int, card: str, job: Job, fixed: dict[str, Any]
+        self, config: ConfigContainer, world_size: int, card: str, job: RLJob, fixed: dict[str, Any]
     ) -> None:
         if job.lengths.max() > min(job.max_token_len, job.log_prob_max_token_len):
             raise UserError(
@@ -133,7 +133,7 @@ class RLSearch:
         )
         return pricer
 
-    def run(self, top: int) -> list[Step]:
+    def run(self, top: int) -> list[RLStep]:
         steps = [self.step(price) for price in self.search.run(4 * top).best if self.fits(price)]
         return sorted(steps, key=lambda step: step.seconds)[:top]
 
@@ -168,7 +168,7 @@ class RLSearch:
         generating = reserve.around(resting + frozen) + self.job.engine * memory
         return max(reserve.around(training), reserve.around(scoring), generating) <= memory
 
-    def step(self, price: Price) -> Step:
+    def step(self, price: Price) -> RLStep:
         candidate = replace(price.candidate, layout=None)
         scored = self._log_prob_pricer.price(candidate, makespan)
         assert scored is not None
@@ -178,7 +178,7 @@ class RLSearch:
             self.rows(candidate, self.job.max_token_len, balance) for balance in (True, False)
         ]
         update = price.seconds * (1 + self.job.critic)
-        return Step(
+        return RLStep(
             job=self.job,
             price=price,
             log_probs=passes * makespan(forward, scored.prediction.times),
@@ -197,7 +197,7 @@ def _of_row(config: ConfigContainer, tokens: int, world_size: int) -> ConfigCont
     return config
 
 
-def settings(step: Step) -> Iterator[tuple[str, dict[str, Any]]]:
+def settings(step: RLStep) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yield layout and token budgets as keys of verl and of NeMo-RL; verl counts tokens per context rank."""
     job, candidate = step.job, step.price.candidate
     sizes: dict[str, Any] = {

@@ -2,7 +2,6 @@
 """``megatron-bridge convert``: Hugging Face to Megatron."""
 
 import argparse
-from pathlib import Path
 
 from megatron.bridge.checkpoint import paths
 from megatron.bridge.cli.support import model_options
@@ -13,7 +12,7 @@ from megatron.bridge.cli.support.options import (
     add_no_progress,
     add_strip_prefix,
 )
-from megatron.bridge.cli.support.parser import Parser
+from megatron.bridge.cli.support.parser import Parser, location_path
 from megatron.bridge.models.hf_pretrained import hub
 from megatron.bridge.utils.console import console
 from megatron.bridge.utils.errors import UserError
@@ -37,7 +36,7 @@ def add_arguments(parser: Parser) -> None:
     add_no_adapter(parser)
     parser.add_argument(
         "--megatron-path",
-        type=Path,
+        type=location_path,
         required=True,
         metavar="DIR",
         help="checkpoint directory to create",

@@ -13,6 +13,7 @@ from megatron.bridge.cli.support.options import (
     add_recipe_options,
     add_trust_remote_code,
 )
+from megatron.bridge.cli.support.output_files import HtmlPage
 from megatron.bridge.cli.support.parser import Parser, Refused, count, workers
 from megatron.bridge.cli.support.text_format import write_file
 from megatron.bridge.utils.console import console, ensure_width
@@ -67,7 +68,7 @@ def add_arguments(parser: Parser) -> None:
     previewing.add_argument(
         "--samples", type=count, default=3, metavar="N", help="samples to show (default: 3)"
     )
-    previewing.add_argument("--html", type=Path, metavar="FILE", help="also write a web page")
+    previewing.add_argument("--html", type=HtmlPage, metavar="FILE", help="also write a web page")
 
     preparing = commands.add_parser(
         "prepare",
@@ -280,7 +281,7 @@ def _take_source(args: argparse.Namespace) -> None:
         args.recipe = source
 
 
-def _smallest_world_size(job: train_job.Job) -> int:
+def _smallest_world_size(job: train_job.TrainJob) -> int:
     """Return the processes of the recipe, and more only if the layout of the model needs more."""
     model = job.config.model
     replica = (

@@ -9,6 +9,7 @@ from typing import Any
 
 from megatron.bridge.cli.support import model_options
 from megatron.bridge.cli.support.options import add_model_options
+from megatron.bridge.cli.support.output_files import JsonFile
 from megatron.bridge.cli.support.parser import Parser, count
 from megatron.bridge.cli.support.text_format import columns
 from megatron.bridge.utils.optional_imports import import_optional
@@ -20,6 +21,12 @@ DESCRIPTION = (
 EXAMPLES = """example:
   megatron-bridge eval checkpoints/smollm2 --tasks my_task --include-path tasks --output results.json
 """
+
+
+class ResultsFile(JsonFile):
+    """The results that lm-evaluation-harness returns."""
+
+    keys = ("results", "configs")
 
 
 def add_arguments(parser: Parser) -> None:
@@ -42,7 +49,7 @@ def add_arguments(parser: Parser) -> None:
     parser.add_argument("--few-shot", type=int, metavar="N", help="examples in each prompt")
     parser.add_argument("--chat", action="store_true", help="put prompts into the chat template")
     parser.add_argument(
-        "--output", type=Path, metavar="FILE", help="write results and samples as JSON"
+        "--output", type=ResultsFile, metavar="FILE", help="write results and samples as JSON"
     )
 
 

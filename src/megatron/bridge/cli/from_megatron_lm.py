@@ -4,6 +4,7 @@
 import argparse
 from pathlib import Path
 
+from megatron.bridge.cli.support.output_files import YamlFile
 from megatron.bridge.cli.support.parser import Parser, count
 from megatron.bridge.utils.atomic import read_text
 from megatron.bridge.utils.errors import UserError
@@ -27,7 +28,7 @@ def add_arguments(parser: Parser) -> None:
         "source", metavar="COMMAND", help="the command line as one word, or a file with it"
     )
     parser.add_argument(
-        "--output", type=Path, metavar="FILE", help="YAML file to write (default: print it)"
+        "--output", type=YamlFile, metavar="FILE", help="YAML file to write (default: print it)"
     )
     parser.add_argument(
         "--overrides",

@@ -26,6 +26,7 @@ from megatron.bridge.cli.migrate.trainer_defaults import (
     wrong_values,
 )
 from megatron.bridge.cli.migrate.translation import Translation
+from megatron.bridge.cli.support.output_files import YamlFile
 from megatron.bridge.cli.support.parser import Parser, count
 from megatron.bridge.training.config.ranges import EARLY_RANGES
 from megatron.bridge.utils.atomic import read_text
@@ -56,7 +57,7 @@ def add_arguments(parser: Parser) -> None:
         help="recipe for the command that is printed",
     )
     parser.add_argument(
-        "--output", type=Path, metavar="FILE", help="YAML file to write (default: print it)"
+        "--output", type=YamlFile, metavar="FILE", help="YAML file to write (default: print it)"
     )
     parser.add_argument(
         "--ranks",

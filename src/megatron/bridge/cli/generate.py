@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from megatron.bridge.checkpoint import paths
 from megatron.bridge.cli.support import model_options
 from megatron.bridge.cli.support.options import add_model_options, add_sampling_options
+from megatron.bridge.cli.support.output_files import OutputFile
 from megatron.bridge.cli.support.parser import NamedPaths, Parser
 from megatron.bridge.models.hf_pretrained import hub
 from megatron.bridge.utils.errors import UserError
@@ -56,7 +57,7 @@ def add_arguments(parser: Parser) -> None:
     parser.add_hidden_names({"--out": "--output"})
     parser.add_argument(
         "--output",
-        type=Path,
+        type=OutputFile,
         metavar="FILE",
         help="JSONL file of completions (default: print them)",
     )

@@ -10,8 +10,9 @@ from typing import Any
 
 import yaml
 
-from megatron.bridge.cli.support import output_files, train_job
+from megatron.bridge.cli.support import train_job
 from megatron.bridge.cli.support.options import add_recipe_options
+from megatron.bridge.cli.support.output_files import YamlFile, header
 from megatron.bridge.cli.support.parser import OptionGroup, Parser
 from megatron.bridge.cli.support.text_format import say, write_file
 from megatron.bridge.launchers import job_folder, preflight
@@ -108,8 +109,8 @@ def _add_process_options(group: OptionGroup) -> None:
         default=[],
         metavar="FIELD=VALUE",
         help=(
-            "field of NeMo-Run's executor for all but slurm, kubernetes and ray, the value in "
-            "YAML; repeatable"
+            "further field of NeMo-Run's DockerExecutor, such as shm_size=30g, the value in YAML; "
+            "repeatable"
         ),
     )
 
@@ -200,7 +201,7 @@ def _add_kubernetes_options(group: OptionGroup) -> None:
         "--rdma", metavar="NAME=COUNT", help="network adapters of a pod, such as rdma/ib=8"
     )
     group.add_argument(
-        "--output", type=Path, metavar="FILE", help="manifest (default: standard output)"
+        "--output", type=YamlFile, metavar="FILE", help="manifest (default: standard output)"
     )
 
 
@@ -334,7 +335,7 @@ def _write_manifest(args: argparse.Namespace) -> int:
     if args.output is None:
         say(text.rstrip())
         return 0
-    write_file("--output", args.output, output_files.header("launch") + text)
+    write_file("--output", args.output, header("launch") + text)
     say(f"{args.output}: start it with kubectl apply -f {args.output}")
     return 0
 

@@ -16,8 +16,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from megatron.bridge.cli.support import output_files
 from megatron.bridge.cli.support.exit_code import exit_code, refuse_other_distribution
+from megatron.bridge.cli.support.output_files import check_outputs
 from megatron.bridge.cli.support.parser import Parser
 from megatron.bridge.utils.errors import UserError, did_you_mean
 from megatron.bridge.utils.startup import announce_slow_imports, skip_gc_at_exit
@@ -51,22 +51,6 @@ COMMANDS = {
 }
 """Each command with its line in ``--help``, in that order. ``from-trainer`` is the module ``from_trainer``."""
 
-URL_OPTIONS = {
-    "megatron_path",
-    "hf_path",
-    "hf_model",
-    "adapter",
-    "model",
-    "path",
-    "first",
-    "second",
-    "target",
-}
-"""Options that can be URLs of object storage."""
-
-OUTPUT_FILES = {"output", "timeline", "messages", "certificate"}
-"""Options that name a file to write."""
-
 
 def main(argv: Sequence[str] | None = None) -> int:
     arguments = sys.argv[1:] if argv is None else list(argv)
@@ -92,9 +76,8 @@ def _run(arguments: list[str]) -> int:
         parser.print_help()
         return 2
     announce_slow_imports()
-    _use_local_folders(args)
-    _refuse_writing_over_inputs(args)
-    output_files.refuse_unrelated_files(str(name), args)
+    _refuse_urls(args)
+    check_outputs(str(name), args)
     if not getattr(args, "trust_checkpoint", False):
         return module.run(args)
     from megatron.bridge.utils import unpickling  # imports torch
@@ -103,45 +86,15 @@ def _run(arguments: list[str]) -> int:
         return module.run(args)
 
 
-def _use_local_folders(args: argparse.Namespace) -> None:
-    """Replace URLs of object storage in the arguments, and refuse those that are not read or written there."""
+def _refuse_urls(args: argparse.Namespace) -> None:
+    """Refuse URLs of object storage that are left: options that take them have made them local paths."""
     for name, value in vars(args).items():
-        if not isinstance(value, (str, Path)):
-            continue
-        url_parts = split(value)
-        if url_parts is None:
+        if not isinstance(value, (str, Path)) or split(value) is None:
             continue
         from megatron.bridge.utils import storage
 
-        if name in URL_OPTIONS:
-            setattr(args, name, type(value)(storage.local("://".join(url_parts))))
-        elif storage.is_url(value):
+        if storage.is_url(value):
             raise UserError(f"{name}={value} cannot be a URL: give a local path")
-
-
-def _refuse_writing_over_inputs(args: argparse.Namespace) -> None:
-    """Refuse an output file that is also one of the files that the command reads."""
-    values = vars(args)
-    for output_name in OUTPUT_FILES & values.keys():
-        output = values[output_name]
-        if output is None or not Path(output).exists():
-            continue
-        for name, value in values.items():
-            for item in value if isinstance(value, (list, tuple)) else [value]:
-                if name not in OUTPUT_FILES and _is_same_file(item, Path(output)):
-                    raise UserError(
-                        f"--{output_name} {output} is also what the command reads as {name}, and would be "
-                        "overwritten: choose another file"
-                    )
-
-
-def _is_same_file(value: Any, output: Path) -> bool:
-    if not isinstance(value, (str, Path)):
-        return False
-    try:
-        return Path(value).samefile(output)
-    except (OSError, ValueError):  # not a path, or no file
-        return False
 
 
 def _load(name: str) -> ModuleType:

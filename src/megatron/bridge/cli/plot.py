@@ -5,6 +5,7 @@ import argparse
 from pathlib import Path
 
 from megatron.bridge.cli.support import text_format
+from megatron.bridge.cli.support.output_files import OutputFile
 from megatron.bridge.cli.support.parser import Parser
 from megatron.bridge.utils import loss_curves
 from megatron.bridge.utils.errors import UserError
@@ -26,7 +27,7 @@ def add_arguments(parser: Parser) -> None:
     parser.add_argument(
         "-o",
         "--output",
-        type=Path,
+        type=OutputFile,
         default=PICTURE,
         metavar="FILE",
         help="picture (default: %(default)s)",

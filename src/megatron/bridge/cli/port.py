@@ -8,7 +8,8 @@ import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megatron.bridge.cli.support.parser import POSITIONAL, Parser
+from megatron.bridge.cli.support.output_files import OutputFile
+from megatron.bridge.cli.support.parser import POSITIONAL, Parser, location
 from megatron.bridge.cli.support.text_format import say
 from megatron.bridge.models.hf_pretrained import hub
 from megatron.bridge.utils.errors import UserError, first_problems
@@ -27,11 +28,14 @@ def add_arguments(parser: Parser) -> None:
     parser.description = DESCRIPTION
     parser.add_hidden_names({"--hf-model": POSITIONAL})
     parser.add_argument(
-        "model", metavar="MODEL_OR_CONFIG", help="model directory, hub id, or a config.json"
+        "model",
+        type=location,
+        metavar="MODEL_OR_CONFIG",
+        help="model directory, hub id, or a config.json",
     )
     parser.add_argument(
         "--output",
-        type=Path,
+        type=OutputFile,
         metavar="DIR",
         help="write the draft, its test and a recipe there",
     )

@@ -5,6 +5,7 @@ import argparse
 from pathlib import Path
 
 from megatron.bridge.cli.support import text_format
+from megatron.bridge.cli.support.output_files import OutputFile
 from megatron.bridge.cli.support.parser import Parser
 from megatron.bridge.utils.profiler_traces import find_traces, merge
 
@@ -29,7 +30,7 @@ def add_arguments(parser: Parser) -> None:
     merging.add_argument(
         "-o",
         "--output",
-        type=Path,
+        type=OutputFile,
         metavar="FILE",
         help="default: merged.json.gz next to the traces",
     )

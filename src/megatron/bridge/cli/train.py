@@ -4,12 +4,18 @@
 import argparse
 import os
 import sys
-from pathlib import Path
 
 from megatron.bridge.cli.support.options import add_recipe_options
+from megatron.bridge.cli.support.output_files import HtmlPage, OutputFile
 from megatron.bridge.cli.support.parser import Parser, count
 from megatron.bridge.cli.support.text_format import write_file
-from megatron.bridge.cli.support.train_job import STEPS, Job, forward_step, prepare, step_function
+from megatron.bridge.cli.support.train_job import (
+    STEPS,
+    TrainJob,
+    forward_step,
+    prepare,
+    step_function,
+)
 from megatron.bridge.recipes.catalog import search
 from megatron.bridge.utils.config.overrides import check_sticks
 from megatron.bridge.utils.errors import UserError
@@ -50,7 +56,7 @@ def add_arguments(parser: Parser) -> None:
     )
     parser.add_argument(
         "--timeline",
-        type=Path,
+        type=HtmlPage,
         metavar="FILE",
         help="with --dry-run: write an HTML page with the predicted pipeline of a step",
     )
@@ -76,7 +82,7 @@ def add_arguments(parser: Parser) -> None:
     )
     parser.add_argument(
         "--messages",
-        type=Path,
+        type=OutputFile,
         metavar="FILE",
         help="with --rehearse-rank, write each message in order as JSON lines",
     )
@@ -148,7 +154,7 @@ def _print(text: str) -> None:
         sys.stdout.write(text)
 
 
-def _dry_run(job: Job, args: argparse.Namespace) -> int:
+def _dry_run(job: TrainJob, args: argparse.Namespace) -> int:
     from megatron.bridge.cli.support.dry_run import report, timeline_page
 
     forward_step(args.step_func, job.config)
@@ -161,7 +167,7 @@ def _dry_run(job: Job, args: argparse.Namespace) -> int:
     return 0 if dry_run_report.runs else 1
 
 
-def _train(job: Job, args: argparse.Namespace) -> int:
+def _train(job: TrainJob, args: argparse.Namespace) -> int:
     from megatron.bridge.cli.support.summary import describe, warnings
     from megatron.bridge.training.distill import distill
     from megatron.bridge.training.distillation.cache_teacher import precompute

@@ -10,19 +10,20 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megatron.bridge.cli.support import output_files, tune_probe, tune_rl
+from megatron.bridge.cli.support import tune_probe, tune_rl
 from megatron.bridge.cli.support.options import TRAIN_MODES, add_recipe_options
+from megatron.bridge.cli.support.output_files import HtmlPage, YamlFile, header
 from megatron.bridge.cli.support.parser import Parser, count
 from megatron.bridge.cli.support.text_format import columns, write_file
-from megatron.bridge.cli.support.train_job import Job, prepare
+from megatron.bridge.cli.support.train_job import TrainJob, prepare
 from megatron.bridge.recipes import catalog
 from megatron.bridge.utils.config.serialize import dump_yaml
 from megatron.bridge.utils.errors import UserError, did_you_mean
 from megatron.bridge.utils.startup import without_gc
 
 if TYPE_CHECKING:
-    from megatron.bridge.autotune.ledger import Entry
-    from megatron.bridge.autotune.search.explain import Reason, Step
+    from megatron.bridge.autotune.ledger import LedgerEntry
+    from megatron.bridge.autotune.search.explain import LayoutChange, Reason
     from megatron.bridge.autotune.search.price import Price
     from megatron.bridge.autotune.search.search import Found, Search
 
@@ -106,10 +107,16 @@ def add_arguments(parser: Parser) -> None:
         help="run the N best layouts on this machine, half of them longer each time",
     )
     parser.add_argument(
-        "--output", type=Path, metavar="FILE", help="write the config with the best layout as YAML"
+        "--output",
+        type=YamlFile,
+        metavar="FILE",
+        help="write the config with the best layout as YAML",
     )
     parser.add_argument(
-        "--report", type=Path, metavar="FILE", help="write an HTML page with timeline and tables"
+        "--report",
+        type=HtmlPage,
+        metavar="FILE",
+        help="write an HTML page with timeline and tables",
     )
     parser.add_argument("--json", action="store_true", help="print JSON")
     tune_rl.add_rl_options(parser)
@@ -225,18 +232,18 @@ def _ledger(args: argparse.Namespace) -> int:
     return 0 if entries else 1
 
 
-def _entries(args: argparse.Namespace) -> tuple[list["Entry"], list[str]]:
+def _entries(args: argparse.Namespace) -> tuple[list["LedgerEntry"], list[str]]:
     """Return the runs of ``--ledger`` that can be compared, and why the others cannot."""
-    from megatron.bridge.autotune.ledger import Entry, read_entries
+    from megatron.bridge.autotune.ledger import LedgerEntry, read_entries
     from megatron.bridge.autotune.profile import read
 
     entries = list(read_entries(args.ledger, None if args.profile is None else read(args.profile)))
-    return [entry for entry in entries if isinstance(entry, Entry)], [
+    return [entry for entry in entries if isinstance(entry, LedgerEntry)], [
         entry for entry in entries if isinstance(entry, str)
     ]
 
 
-def _measure(job: Job, args: argparse.Namespace) -> int:
+def _measure(job: TrainJob, args: argparse.Namespace) -> int:
     from torch import distributed as dist
 
     from megatron.bridge.autotune.measure.machine import measure
@@ -259,7 +266,7 @@ def _measure(job: Job, args: argparse.Namespace) -> int:
     return 0
 
 
-def _search(job: Job, args: argparse.Namespace) -> "Search":
+def _search(job: TrainJob, args: argparse.Namespace) -> "Search":
     from megatron.bridge.autotune.gpus import gpu, gpu_name, read_cluster
     from megatron.bridge.autotune.profile import read
     from megatron.bridge.autotune.search.search import Search
@@ -290,7 +297,7 @@ def _search(job: Job, args: argparse.Namespace) -> "Search":
     return search
 
 
-def _resolved(job: Job, gpus: int) -> Any:
+def _resolved(job: TrainJob, gpus: int) -> Any:
     """Resolve the config on ``gpus`` GPUs or, if rules refuse that, on the number that its recipe specifies."""
     try:
         return job.resolve(gpus).config
@@ -346,7 +353,7 @@ def _values(words: Iterable[str], option: str) -> dict[str, Any]:
     return values
 
 
-def _text(job: Job, search: "Search", args: argparse.Namespace) -> str:
+def _text(job: TrainJob, search: "Search", args: argparse.Namespace) -> str:
     from megatron.bridge.autotune.search.search import FINALISTS
 
     if args.fix_oom:
@@ -434,7 +441,7 @@ def _origin(search: "Search", probed: bool) -> str:
     )
 
 
-def _advice(job: Job, search: "Search", best: "Price", probed: bool) -> Iterator[str]:
+def _advice(job: TrainJob, search: "Search", best: "Price", probed: bool) -> Iterator[str]:
     from megatron.bridge.autotune.priced import unpriced
 
     current = None if probed or search.problems(search.current) else search.price(search.current)
@@ -479,7 +486,7 @@ def _line(reason: "Reason") -> str:
     return f"  {reason.candidate.label()}: {reason.text}"
 
 
-def _fix(job: Job, search: "Search", args: argparse.Namespace) -> str:
+def _fix(job: TrainJob, search: "Search", args: argparse.Namespace) -> str:
     from megatron.bridge.autotune.search.explain import nearest_fit, steps_to, unpredicted
 
     if args.fix_oom is not True:
@@ -494,7 +501,7 @@ def _fix(job: Job, search: "Search", args: argparse.Namespace) -> str:
     return "\n".join(line for line in lines if line) + "\n"
 
 
-def _change(step: "Step") -> str:
+def _change(step: "LayoutChange") -> str:
     value = (
         "+".join(step.value[3] or (str(step.value[0]),))
         if isinstance(step.value, tuple)
@@ -507,7 +514,7 @@ def _change(step: "Step") -> str:
     )
 
 
-def _as_json(job: Job, search: "Search", results: "Found") -> dict[str, Any]:
+def _as_json(job: TrainJob, search: "Search", results: "Found") -> dict[str, Any]:
     return {
         "source": job.source,
         "gpus": search.world_size,
@@ -530,7 +537,7 @@ def _as_json(job: Job, search: "Search", results: "Found") -> dict[str, Any]:
     }
 
 
-def _valid(job: Job, search: "Search", price: "Price") -> "Price | None":
+def _valid(job: TrainJob, search: "Search", price: "Price") -> "Price | None":
     """Return a layout that all rules of a run allow, if need be without switches; the search checks only some rules."""
     try:
         tune_probe.with_layout(job, search, price).resolve(search.world_size)
@@ -541,13 +548,13 @@ def _valid(job: Job, search: "Search", price: "Price") -> "Price | None":
     return price
 
 
-def _write_yaml(job: Job, search: "Search", price: "Price", path: Path | None) -> None:
+def _write_yaml(job: TrainJob, search: "Search", price: "Price", path: Path | None) -> None:
     if path is not None:
         text = dump_yaml(tune_probe.with_layout(job, search, price))
-        write_file("--output", path, output_files.header("tune") + text)
+        write_file("--output", path, header("tune") + text)
 
 
-def _page(job: Job, search: "Search", results: "Found") -> str:
+def _page(job: TrainJob, search: "Search", results: "Found") -> str:
     from megatron.bridge.autotune.report import page, scatter, table
     from megatron.bridge.autotune.search.explain import pareto
 

@@ -15,7 +15,8 @@ from megatron.bridge.cli.support.options import (
     add_parallel_sizes,
     add_trust_checkpoint,
 )
-from megatron.bridge.cli.support.parser import Parser
+from megatron.bridge.cli.support.output_files import JsonFile
+from megatron.bridge.cli.support.parser import Parser, location, location_path
 from megatron.bridge.models.hf_pretrained import hub
 from megatron.bridge.utils.console import console, track
 from megatron.bridge.utils.errors import UserError
@@ -38,20 +39,29 @@ EXAMPLES = r"""example:
 """
 
 
+class CertificateFile(JsonFile):
+    """The certificate that ``verify`` writes."""
+
+    keys = ("holds", "tensors")
+
+
 def add_arguments(parser: Parser) -> None:
     parser.description = DESCRIPTION
     parser.epilog = EXAMPLES
-    parser.add_argument("--hf-model", metavar="ID", help="model directory or hub id")
+    parser.add_argument("--hf-model", type=location, metavar="ID", help="model directory or hub id")
     parser.add_argument(
         "--megatron-path",
-        type=Path,
+        type=location_path,
         metavar="DIR",
         help="checkpoint directory, or one iteration in it",
     )
     parser.add_options_of_words("--hf-model", "--megatron-path")
     add_no_adapter(parser)
     parser.add_argument(
-        "--certificate", type=Path, metavar="FILE", help="write the certificate to this file"
+        "--certificate",
+        type=CertificateFile,
+        metavar="FILE",
+        help="write the certificate to this file",
     )
     parser.add_argument(
         "--skip-logits",

@@ -18,6 +18,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
+from megatron.bridge.cli.support.output_files import HtmlPage
 from megatron.bridge.cli.support.parser import Parser, count
 from megatron.bridge.cli.support.text_format import write_file
 from megatron.bridge.utils import loss_curves
@@ -61,7 +62,7 @@ def add_arguments(parser: Parser) -> None:
     )
     parser.add_argument(
         "--html",
-        type=Path,
+        type=HtmlPage,
         metavar="FILE",
         help="also write an HTML page, which needs no network",
     )

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron.bridge.backends.decoding.step import padded_rows
-from megatron.bridge.inference.scheduler import Plan
+from megatron.bridge.inference.scheduler import StepPlan
 from megatron.bridge.models.chunk_info import chunk_info
 from megatron.bridge.peft import layers
 from megatron.bridge.peft.base import bare_chunks
@@ -35,7 +35,7 @@ class AdapterNames:
             )
             raise UserError(f"adapter_name={name!r}{did_you_mean(name, self.names)}: give {have}")
 
-    def begin(self, plan: Plan, device: torch.device) -> None:
+    def begin(self, plan: StepPlan, device: torch.device) -> None:
         """Prepare for a forward pass over ``plan``."""
         rows: dict[str | None, list[int]] = {}
         for work in plan.work:

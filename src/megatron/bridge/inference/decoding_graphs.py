@@ -17,7 +17,7 @@ from megatron.bridge.backends.cpu.device import has_cuda
 from megatron.bridge.backends.decoding.op_recorder import record
 from megatron.bridge.backends.decoding.step import ROW_MULTIPLE, SingleTokens
 from megatron.bridge.inference.decoding_state import DecodingState
-from megatron.bridge.inference.scheduler import Plan
+from megatron.bridge.inference.scheduler import StepPlan
 
 _Forward = Callable[[], Tensor]
 
@@ -36,13 +36,13 @@ class DecodingGraphs:
         alone = len(chunks) == 1 and (not dist.is_initialized() or dist.get_world_size() == 1)
         return cls(chunks[0], state, longest) if alone and state.repeats_kernels else None
 
-    def can_run(self, plan: Plan) -> bool:
+    def can_run(self, plan: StepPlan) -> bool:
         """Return whether every text gets exactly one new token."""
         return bool(plan.work) and all(
             work.count == 1 and work.samples and not work.scored for work in plan.work
         )
 
-    def run(self, plan: Plan) -> Tensor:
+    def run(self, plan: StepPlan) -> Tensor:
         """Return the logits [rows, vocabulary], text after text."""
         rows = self._rows(len(plan.work))
         if rows not in self._graphs:
@@ -94,7 +94,7 @@ class _Graph:
         self._host = torch.empty(3, rows, dtype=torch.long, pin_memory=self._numbers.is_cuda)
         self._replay = capture(lambda: _run_chunk(chunk, state, self._numbers, longest))
 
-    def run(self, plan: Plan) -> Tensor:
+    def run(self, plan: StepPlan) -> Tensor:
         texts = [(work.text.tokens[work.start], work.start, work.text.extent) for work in plan.work]
         texts += [(0, 0, self._spare)] * (self._host.size(1) - len(texts))
         self._host.copy_(torch.tensor(texts).t())

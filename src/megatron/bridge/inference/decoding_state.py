@@ -36,7 +36,7 @@ from megatron.bridge.backends.decoding.packed_linear import (
     pack_weight,
 )
 from megatron.bridge.backends.decoding.recurrent_cache import RecurrentCache
-from megatron.bridge.backends.decoding.step import ROW_MULTIPLE, Step, padded_rows
+from megatron.bridge.backends.decoding.step import ROW_MULTIPLE, DecodingStep, padded_rows
 from megatron.bridge.backends.moe.grouped_experts import (
     ColumnParallelGroupedLinear,
     GroupedLinear,
@@ -87,13 +87,13 @@ class DecodingState:
         self.device = device
         config: Any = self.bare[0].config
         self._vocabulary: int = config.padded_vocab_size // config.tensor_model_parallel_size
-        self._step: Step | None = None
+        self._step: DecodingStep | None = None
         self._rows: Tensor | None = None
         self._packing = _Changes()
         self._is_attached = False
 
     @property
-    def step(self) -> Step:
+    def step(self) -> DecodingStep:
         assert self._step is not None, "begin() comes first"
         return self._step
 
@@ -167,7 +167,7 @@ class DecodingState:
                 for weight, stored in zip(module.weights(), packed, strict=True):
                     changes.empty(weight, stored)
 
-    def begin(self, step: Step, rows: Sequence[int] | None) -> None:
+    def begin(self, step: DecodingStep, rows: Sequence[int] | None) -> None:
         """Prepare for a forward pass over ``step`` that computes the logits of ``rows``, or of all rows if None."""
         self._step = step
         for _, cache in self._caches:
@@ -280,7 +280,7 @@ class _Angles:
 
     def __init__(self, module: Any, state: DecodingState) -> None:
         self._module, self._state = module, state
-        self._step: Step | None = None
+        self._step: DecodingStep | None = None
         self._found: Any = None
         self._unit: tuple[Tensor, float | None] | None = None
 
@@ -290,7 +290,7 @@ class _Angles:
             self._found = self._compute(self._step)
         return self._found
 
-    def _compute(self, step: Step) -> Any:
+    def _compute(self, step: DecodingStep) -> Any:
         if self._unit is None:
             embedding = self._module.get_emb(
                 1, 1

@@ -27,8 +27,8 @@ from megatron.bridge.inference.grammars import GrammarMatcher, Grammars
 from megatron.bridge.inference.prompts import PromptSight
 from megatron.bridge.inference.requests import Completion, Sampling
 from megatron.bridge.inference.runner import Pixels, Runner, share
-from megatron.bridge.inference.sampling import Output, read_logprob, width_of
-from megatron.bridge.inference.scheduler import Limits, Plan, Scheduler, Text
+from megatron.bridge.inference.sampling import RowOutput, read_logprob, width_of
+from megatron.bridge.inference.scheduler import Limits, ScheduledText, Scheduler, StepPlan
 from megatron.bridge.utils.distributed import broadcast_object
 from megatron.bridge.utils.errors import UserError
 
@@ -152,10 +152,10 @@ class EngineConfig:
 
 
 @dataclass(eq=False)
-class Job:
+class InferenceJob:
     completion: Completion
     sampling: Sampling
-    text: Text
+    text: ScheduledText
     lane: int
     detokenizer: Detokenizer | None = None
     matcher: GrammarMatcher | None = None  # of ``sampling.grammar``; used where tokens are sampled
@@ -200,7 +200,7 @@ class Engine(AbstractContextManager["Engine"]):
             Scheduler(limits) for _ in range(parallel_state.get_data_parallel_world_size())
         ]
         self._lane = parallel_state.get_data_parallel_rank()
-        self._jobs: dict[int, Job] = {}
+        self._jobs: dict[int, InferenceJob] = {}
         self._grammars = Grammars(hf, config.vocabulary, config.ends)
         self._attached = self._state.attached()
         self.weight_version = 0
@@ -212,12 +212,12 @@ class Engine(AbstractContextManager["Engine"]):
     def __exit__(self, *error: Any) -> None:
         self._attached.__exit__(*error)
 
-    def submit(self, prompt: Sequence[int], sampling: Sampling) -> list[Job]:
+    def submit(self, prompt: Sequence[int], sampling: Sampling) -> list[InferenceJob]:
         """Check a prompt and queue it as ``sampling.n`` jobs."""
         self.check(prompt, sampling)
         return self.enqueue(prompt, sampling)
 
-    def enqueue(self, prompt: Sequence[int], sampling: Sampling) -> list[Job]:
+    def enqueue(self, prompt: Sequence[int], sampling: Sampling) -> list[InferenceJob]:
         """Queue a prompt that ``check`` has accepted."""
         seed = sampling.seed
         if seed is None:
@@ -279,14 +279,16 @@ class Engine(AbstractContextManager["Engine"]):
         choice: int,
         lane: int,
         image_facts: Mapping[str, Any],
-    ) -> Job:
+    ) -> InferenceJob:
         wants_prompt = sampling.prompt_logprobs is not None and choice == 0
         limit = len(prompt) + sampling.max_new_tokens
         scored = sampling.score_from - 1 if wants_prompt else 0
         text_options = {"scored": scored, "adapter": sampling.adapter_name, **image_facts}
-        text = Text(list(prompt), len(prompt), limit, wants_prompt, self._switch, **text_options)
+        text = ScheduledText(
+            list(prompt), len(prompt), limit, wants_prompt, self._switch, **text_options
+        )
         completion = Completion(list(prompt), seed=seed, choice=choice)
-        job = Job(completion, sampling, text, lane)
+        job = InferenceJob(completion, sampling, text, lane)
         if self.hf is not None:
             job.detokenizer = Detokenizer(self.hf, sampling.stop, sampling.shown_ids)
         if sampling.grammar is not None:
@@ -295,7 +297,7 @@ class Engine(AbstractContextManager["Engine"]):
         self.lanes[lane].add(text)
         return job
 
-    def cancel(self, job: Job) -> None:
+    def cancel(self, job: InferenceJob) -> None:
         """End a job; its completion keeps the tokens generated so far."""
         if not job.is_over:
             self._finish(job, "cancelled")
@@ -331,7 +333,7 @@ class Engine(AbstractContextManager["Engine"]):
     def is_idle(self) -> bool:
         return all(lane.is_idle for lane in self.lanes)
 
-    def step(self) -> list[Job]:
+    def step(self) -> list[InferenceJob]:
         """Compute one step of every lane; return the jobs that got a token or ended."""
         plans = [lane.plan() for lane in self.lanes]
         outputs_and_jobs = [self._outputs(plan) for plan in plans]
@@ -358,14 +360,14 @@ class Engine(AbstractContextManager["Engine"]):
         self._finish_prompts(plans)
         return list(dict.fromkeys(jobs))
 
-    def run(self) -> Iterator[Job]:
+    def run(self) -> Iterator[InferenceJob]:
         """Run steps until no job is left, and yield each job when it ends."""
         while not self.is_idle:
             yield from (job for job in self.step() if job.is_over)
 
-    def _outputs(self, plan: Plan) -> tuple[list[Output], list[Job]]:
-        outputs: list[Output] = []
-        jobs: list[Job] = []
+    def _outputs(self, plan: StepPlan) -> tuple[list[RowOutput], list[InferenceJob]]:
+        outputs: list[RowOutput] = []
+        jobs: list[InferenceJob] = []
         for work in plan.work:
             job = self._jobs[id(work.text)]
             targets = [(position, work.text.tokens[position + 1]) for position in work.scored]
@@ -375,7 +377,7 @@ class Engine(AbstractContextManager["Engine"]):
                 jobs.append(job)
         return outputs, jobs
 
-    def _take(self, job: Job, output: Output, row: Sequence[float], width: int) -> None:
+    def _take(self, job: InferenceJob, output: RowOutput, row: Sequence[float], width: int) -> None:
         if output.target is not None:
             job.completion.prompt_logprobs.append(read_logprob(row, output.top or 0, width))
             return
@@ -390,7 +392,7 @@ class Engine(AbstractContextManager["Engine"]):
             job.completion.logprobs.append(read_logprob(row, output.top, width))
         self._end_or_go_on(job, token)
 
-    def _end_or_go_on(self, job: Job, token: int) -> None:
+    def _end_or_go_on(self, job: InferenceJob, token: int) -> None:
         sampling, text = job.sampling, job.text
         if token in sampling.stop_ids or (token in self.config.ends and not sampling.ignore_eos):
             self._finish(job, "stop")
@@ -403,14 +405,14 @@ class Engine(AbstractContextManager["Engine"]):
         if not text.needs_sample:
             self._finish(job, "length")
 
-    def _finish_prompts(self, plans: Sequence[Plan]) -> None:
+    def _finish_prompts(self, plans: Sequence[StepPlan]) -> None:
         """End the jobs that only compute log-probabilities of their prompt."""
         for plan in plans:
             for text in {id(work.text): work.text for work in plan.work}.values():
                 if text.limit == text.prompt_length and text.computed == text.chunked:
                     self._finish(self._jobs[id(text)], "length")
 
-    def _finish(self, job: Job, reason: Any) -> None:
+    def _finish(self, job: InferenceJob, reason: Any) -> None:
         if job.detokenizer is not None:
             job.piece += job.detokenizer.finish()
             job.completion.text = job.detokenizer.text
@@ -419,10 +421,10 @@ class Engine(AbstractContextManager["Engine"]):
         del self._jobs[id(job.text)]
 
 
-def _output_of_job(job: Job, row: int, target: int | None) -> Output:
+def _output_of_job(job: InferenceJob, row: int, target: int | None) -> RowOutput:
     sampling, completion = job.sampling, job.completion
     top = sampling.logprobs if target is None else sampling.prompt_logprobs
-    return Output(
+    return RowOutput(
         row=row,
         sampling=sampling,
         tokens=job.text.tokens,

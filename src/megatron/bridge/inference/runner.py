@@ -16,13 +16,13 @@ from torch import Tensor, nn
 
 from megatron.bridge.backends.attention.block_mask import remember_on_host
 from megatron.bridge.backends.cpu import allocator
-from megatron.bridge.backends.decoding.step import Span, Step
+from megatron.bridge.backends.decoding.step import DecodingStep, TokenSpan
 from megatron.bridge.backends.kernels import c_kernels
 from megatron.bridge.inference.adapter_bank import AdapterNames
 from megatron.bridge.inference.decoding_graphs import DecodingGraphs
 from megatron.bridge.inference.decoding_state import DecodingState
-from megatron.bridge.inference.sampling import Output, choose_outputs
-from megatron.bridge.inference.scheduler import Plan
+from megatron.bridge.inference.sampling import RowOutput, choose_outputs
+from megatron.bridge.inference.scheduler import StepPlan
 
 _MANY_ROWS = 64
 """From this number of rows on, a step returns the memory of its activations, which takes 1 % of its time."""
@@ -56,7 +56,7 @@ class Runner:
 
     @torch.inference_mode()
     @c_kernels.in_use()
-    def run(self, plan: Plan, outputs: Sequence[Output], width: int) -> Tensor | None:
+    def run(self, plan: StepPlan, outputs: Sequence[RowOutput], width: int) -> Tensor | None:
         """Compute the plan of this rank's lane.
 
         An empty plan runs one row, because other ranks' experts need this rank's collectives. ``outputs`` are in the
@@ -69,7 +69,7 @@ class Runner:
                 self._graphs.run(plan)[: len(outputs), : self._vocabulary], outputs, width
             )
         tokens, spans = self._packed(plan)
-        step = Step(spans or [Span(0, 1, 0, self._state.spare, 0)], self._state.device)
+        step = DecodingStep(spans or [TokenSpan(0, 1, 0, self._state.spare, 0)], self._state.device)
         ids = torch.tensor(tokens + [0] * (step.rows - len(tokens)), device=self._state.device)[
             None
         ]
@@ -83,9 +83,9 @@ class Runner:
         logits = logits[0, : len(outputs), : self._vocabulary]
         return choose_outputs(logits, outputs, width)
 
-    def _packed(self, plan: Plan) -> tuple[list[int], list[Span]]:
+    def _packed(self, plan: StepPlan) -> tuple[list[int], list[TokenSpan]]:
         tokens: list[int] = []
-        spans: list[Span] = []
+        spans: list[TokenSpan] = []
         for work in plan.work:
             text = work.text
             assert text.extent is not None
@@ -98,11 +98,13 @@ class Runner:
                     torch.tensor([later_tokens], device=self._state.device), later_tokens
                 )
             spans.append(
-                Span(work.row, work.count, work.start, text.extent, text.slot, text.long, ahead)
+                TokenSpan(
+                    work.row, work.count, work.start, text.extent, text.slot, text.long, ahead
+                )
             )
         return tokens, spans
 
-    def _inputs(self, plan: Plan, step: Step) -> dict[str, Any]:
+    def _inputs(self, plan: StepPlan, step: DecodingStep) -> dict[str, Any]:
         """Return the arguments of the model other than token ids."""
         if getattr(self._config, "vision", None) is None:
             return {"position_ids": step.positions[None], "attention_mask": None}
@@ -134,7 +136,7 @@ class Runner:
             for name, tensor in tensors.items()
         }
 
-    def _forward(self, ids: Tensor, step: Step, inputs: dict[str, Any]) -> Tensor | None:
+    def _forward(self, ids: Tensor, step: DecodingStep, inputs: dict[str, Any]) -> Tensor | None:
         """Return the logits [1, rows, vocabulary] on the last stage, and None on the others."""
         first, last = self._stages.rank() == 0, self._stages.rank() == self._stages.size() - 1
         output: Tensor | None = None
@@ -148,7 +150,7 @@ class Runner:
                 output = None
         return output
 
-    def _receive(self, step: Step) -> Tensor:
+    def _receive(self, step: DecodingStep) -> Tensor:
         width, dtype = self._hidden
         hidden = torch.empty(
             step.rows // self._split, 1, width, dtype=dtype, device=self._state.device
@@ -161,7 +163,7 @@ class Runner:
         return dist.get_global_rank(self._stages, (self._stages.rank() + offset) % size)
 
 
-def _three_axes(plan: Plan, step: Step) -> Tensor:
+def _three_axes(plan: StepPlan, step: DecodingStep) -> Tensor:
     """Return positions [3, 1, rows] for text (equal on all axes) and prompts with images, in one transfer."""
     positions = step.positions.expand(3, 1, -1)
     work = [

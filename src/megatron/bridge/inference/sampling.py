@@ -103,7 +103,7 @@ def truncated(logits: Tensor, sampling: Sampling) -> Tensor:
 
 
 @dataclass(frozen=True)
-class Output:
+class RowOutput:
     """What to compute from one row of logits."""
 
     row: int  # index of the row in the step
@@ -117,12 +117,12 @@ class Output:
     matcher: GrammarMatcher | None = None  # restricts the token that is sampled
 
 
-def width_of(outputs: Sequence[Output]) -> int:
+def width_of(outputs: Sequence[RowOutput]) -> int:
     """Return the number of columns of the table of ``outputs``."""
     return FIXED + 2 * max((output.top or 0 for output in outputs), default=0)
 
 
-def choose_outputs(logits: Tensor, outputs: Sequence[Output], width: int) -> Tensor:
+def choose_outputs(logits: Tensor, outputs: Sequence[RowOutput], width: int) -> Tensor:
     """Return a table [outputs, width] from logits [outputs, vocabulary]: float64 holds token ids exactly.
 
     The token of a row with NaN is NaN, and that of a row whose grammar failed is infinite.
@@ -146,7 +146,7 @@ def choose_outputs(logits: Tensor, outputs: Sequence[Output], width: int) -> Ten
     return table
 
 
-def _choose_token(logits: Tensor, output: Output) -> Tensor | float:
+def _choose_token(logits: Tensor, output: RowOutput) -> Tensor | float:
     try:
         return choose(
             logits,

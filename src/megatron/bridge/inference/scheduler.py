@@ -88,7 +88,7 @@ def rounded(count: int) -> int:
 
 
 @dataclass(eq=False)
-class Text:
+class ScheduledText:
     """A prompt and what was generated after it."""
 
     tokens: list[int]  # all known tokens
@@ -141,7 +141,7 @@ class Text:
 class Work:
     """``count`` tokens of one text, from position ``start`` of the text, in rows of the step that begin at ``row``."""
 
-    text: Text
+    text: ScheduledText
     row: int
     start: int
     count: int
@@ -173,7 +173,7 @@ class Copy:
 
 
 @dataclass
-class Plan:
+class StepPlan:
     """One step: first the copies, then the work."""
 
     copies: list[Copy] = field(default_factory=list)
@@ -220,21 +220,21 @@ class Scheduler:
     def __init__(self, limits: Limits) -> None:
         self.limits = limits
         self.arena = Arena(limits.tokens)
-        self.waiting: deque[Text] = deque()
-        self.running: list[Text] = []
+        self.waiting: deque[ScheduledText] = deque()
+        self.running: list[ScheduledText] = []
         self._slots = list(range(limits.requests))[::-1]
-        self._over: OrderedDict[int, Text] = OrderedDict()  # by extent, oldest first
+        self._over: OrderedDict[int, ScheduledText] = OrderedDict()  # by extent, oldest first
         self._chunks: dict[
-            int, Text
+            int, ScheduledText
         ] = {}  # hash of a prompt's prefix -> a text whose caches begin with it
 
-    def add(self, text: Text) -> None:
+    def add(self, text: ScheduledText) -> None:
         assert text.limit <= self.arena.size, (
             "Engine.check refuses texts that do not fit into the caches"
         )
         self.waiting.append(text)
 
-    def remove(self, text: Text) -> None:
+    def remove(self, text: ScheduledText) -> None:
         """Remove a text that has ended or was canceled; the caches of its prompt stay while there is room."""
         if text in self.waiting:
             self.waiting.remove(text)
@@ -261,9 +261,9 @@ class Scheduler:
             self.arena.length(text.extent) for text in self.running if text.extent is not None
         )
 
-    def plan(self) -> Plan:
+    def plan(self) -> StepPlan:
         """Return the next step, which is empty only if no text waits or runs."""
-        plan = Plan()
+        plan = StepPlan()
         for text in list(self.running):
             decodes = (
                 text.slot is not None and text.computed >= text.chunked and not text.begin_again()
@@ -278,7 +278,7 @@ class Scheduler:
             self._plan_prompt(self.running[-1], plan)
         return plan
 
-    def commit(self, plan: Plan) -> None:
+    def commit(self, plan: StepPlan) -> None:
         """Record that ``plan`` was computed; sampled tokens are appended later."""
         for work in plan.work:
             text = work.text
@@ -289,7 +289,7 @@ class Scheduler:
                     if end > work.start:
                         self._chunks.setdefault(key, text)
 
-    def _has_room(self, plan: Plan, text: Text, start: int) -> bool:
+    def _has_room(self, plan: StepPlan, text: ScheduledText, start: int) -> bool:
         """Return whether the tokens of a prompt from ``start`` on join the step; one chunk joins any single tokens."""
         if (
             text.images is not None and plan.images is not None
@@ -300,23 +300,23 @@ class Scheduler:
             or plan.rows + self._chunk(text, start) <= self.limits.rows
         )
 
-    def _chunk(self, text: Text, start: int) -> int:
+    def _chunk(self, text: ScheduledText, start: int) -> int:
         """Return the number of tokens of a prompt that are computed together from ``start`` on."""
         chunk = text.chunked if text.is_whole else self.limits.chunk
         return min(chunk - start % chunk, text.chunked - start)
 
-    def _plan_prompt(self, text: Text, plan: Plan) -> None:
+    def _plan_prompt(self, text: ScheduledText, plan: StepPlan) -> None:
         start = text.computed
         while start < text.chunked and self._has_room(plan, text, start):
             count = self._chunk(text, start)
             self._append(plan, text, start, count)
             start += count
 
-    def _append(self, plan: Plan, text: Text, start: int, count: int) -> None:
+    def _append(self, plan: StepPlan, text: ScheduledText, start: int, count: int) -> None:
         plan.work.append(Work(text, plan.rows, start, count))
         plan.rows += count
 
-    def _admit(self, text: Text, plan: Plan) -> bool:
+    def _admit(self, text: ScheduledText, plan: StepPlan) -> bool:
         """Allocate memory for ``text`` and let it run; return False if there is not enough."""
         if not self._slots:
             return False
@@ -335,7 +335,7 @@ class Scheduler:
         self.running.append(text)
         return True
 
-    def _take(self, size: int, keep: Text | None) -> int | None:
+    def _take(self, size: int, keep: ScheduledText | None) -> int | None:
         """Allocate an extent; evict texts that have ended if necessary, oldest first."""
         extent = self.arena.take(size)
         while extent is None:
@@ -346,7 +346,7 @@ class Scheduler:
             extent = self.arena.take(size)
         return extent
 
-    def _fits(self, text: Text, size: int, plan: Plan) -> bool:
+    def _fits(self, text: ScheduledText, size: int, plan: StepPlan) -> bool:
         """Return whether ``text`` has memory for ``size`` tokens, after preempting other texts if necessary."""
         assert text.extent is not None
         if size <= self.arena.length(text.extent):
@@ -362,7 +362,7 @@ class Scheduler:
                 return False
         return True
 
-    def _move(self, text: Text, size: int, plan: Plan) -> bool:
+    def _move(self, text: ScheduledText, size: int, plan: StepPlan) -> bool:
         assert text.extent is not None
         extent = self._take(size, None)
         if extent is None:
@@ -373,7 +373,7 @@ class Scheduler:
         text.extent = extent
         return True
 
-    def _preempt(self, text: Text, plan: Plan) -> None:
+    def _preempt(self, text: ScheduledText, plan: StepPlan) -> None:
         """Free the memory of a running text, which is recomputed later."""
         assert text.slot is not None
         self.running.remove(text)
@@ -389,9 +389,9 @@ class Scheduler:
     def restart(self) -> None:
         """Compute all running texts again from their first token."""
         for text in self.running[::-1]:
-            self._preempt(text, Plan())
+            self._preempt(text, StepPlan())
 
-    def _release(self, text: Text) -> None:
+    def _release(self, text: ScheduledText) -> None:
         assert text.extent is not None
         self._over.pop(text.extent, None)
         self._forget(text)
@@ -406,9 +406,9 @@ class Scheduler:
         for text in self.running:
             text.shares = False
 
-    def _donor(self, text: Text) -> tuple[Text | None, int]:
+    def _donor(self, text: ScheduledText) -> tuple[ScheduledText | None, int]:
         """Return the text with the longest cached prefix of ``text``, and the length of that prefix."""
-        best: tuple[Text | None, int] = None, 0
+        best: tuple[ScheduledText | None, int] = None, 0
         if not (self.limits.reuses and text.shares):
             return best
         needed = (
@@ -427,13 +427,13 @@ class Scheduler:
             self._over.move_to_end(best[0].extent)
         return best
 
-    def _forget(self, text: Text) -> None:
+    def _forget(self, text: ScheduledText) -> None:
         for _, key in _prefix_hashes(text, text.prompt_length, self.limits.chunk):
             if self._chunks.get(key) is text:
                 del self._chunks[key]
 
 
-def _prefix_hashes(text: Text, stop: int, chunk: int) -> Iterator[tuple[int, int]]:
+def _prefix_hashes(text: ScheduledText, stop: int, chunk: int) -> Iterator[tuple[int, int]]:
     """Yield length and hash of each prefix of full chunks, up to ``stop`` tokens."""
     key = hash(text.adapter)
     for end in range(chunk, stop + 1, chunk):

@@ -16,7 +16,6 @@ from types import FrameType
 from typing import Any
 
 import nemo_run as run
-import yaml
 from nemo_run.config import RUNDIR_NAME, get_nemorun_home
 from nemo_run.core.execution.launcher import Launcher, Torchrun
 from nemo_run.core.frontend.console.api import CONSOLE
@@ -26,8 +25,7 @@ from nemo_run.core.tunnel.client import LocalTunnel, SSHTunnel
 import megatron.bridge
 from megatron.bridge.launchers.options import LaunchOptions
 from megatron.bridge.launchers.preflight import Shell, ShellResult, check_host
-from megatron.bridge.launchers.targets import TARGETS
-from megatron.bridge.utils.errors import UserError, did_you_mean, one_line
+from megatron.bridge.utils.errors import UserError, did_you_mean
 
 # this command says itself what it did
 CONSOLE.quiet = True
@@ -76,26 +74,10 @@ def scripts(options: LaunchOptions) -> dict[str, str]:
         experiment.dryrun(log=False, delete_exp_dir=False)
         folder = Path(experiment._exp_dir)
         texts = {path.name: path.read_text() for path in sorted(folder.glob("*_sbatch.sh"))}
-        if TARGETS[options.on].executor is not None:
-            texts = {options.on: _request(experiment.jobs[0]._dryrun_info)}
+        if options.on == "docker":
+            texts = {"docker": str(experiment.jobs[0]._dryrun_info)}
         shutil.rmtree(folder)
-    for variable in TARGETS[options.on].secrets.values():
-        texts = {
-            name: text.replace(os.environ[variable], f"${variable}") for name, text in texts.items()
-        }
     return texts or {"command": shlex.join(_command(options))}
-
-
-def _request(info: Any) -> str:
-    """As YAML where there is a task (NeMo-Run's text of it fails with SkyPilot 0.12) or a manifest."""
-    request = info.request
-    if hasattr(request, "task"):
-        return yaml.safe_dump(request.task.to_yaml_config(), sort_keys=False)
-    if hasattr(getattr(request, "executor", None), "get_job_body"):
-        return yaml.safe_dump(
-            request.executor.get_job_body(request.name, request.cmd), sort_keys=False
-        )
-    return str(info)
 
 
 def remote_shell(options: LaunchOptions) -> Shell:
@@ -150,9 +132,7 @@ def _experiment(options: LaunchOptions) -> Iterator[Any]:
     ) as experiment:
         before: list[str] = []
         for index in range(options.chain):
-            executor = (_local if options.local else _slurm if options.on == "slurm" else _other)(
-                options
-            )
+            executor = _executor(options)
             if before:
                 executor.dependency_type = (
                     "afterany"  # the one before may end with "start me again"
@@ -243,6 +223,12 @@ def _performance_env(options: LaunchOptions) -> dict[str, str]:
     return PERFORMANCE_ENV if options.perf_env and not options.cpu else {}
 
 
+def _executor(options: LaunchOptions) -> Any:
+    if options.local:
+        return _local(options)
+    return _slurm(options) if options.on == "slurm" else _docker(options)
+
+
 def _local(options: LaunchOptions) -> run.LocalExecutor:
     binaries = str(Path(sys.executable).parent)
     env = {**_performance_env(options), "PATH": f"{binaries}:{os.environ['PATH']}", **options.env}
@@ -280,36 +266,28 @@ def _slurm(options: LaunchOptions) -> run.SlurmExecutor:
     )
 
 
-def _other(options: LaunchOptions) -> Any:
-    """The executor of a row of ``TARGETS``, with the fields that ``--executor`` gives."""
-    target = TARGETS[options.on]
-    assert target.executor is not None
-    kind = getattr(run, target.executor)
-    known = [
-        field.name for field in fields(kind) if field.init and field.name not in target.secrets
-    ]
-    if unknown := [name for name in options.executor if name not in known]:
-        raise UserError(
-            f"--executor {unknown[0]}: {kind.__name__} has no such field{did_you_mean(unknown[0], known)}"
-        )
-    option_values = vars(options) | {
-        "gpus": 0 if options.cpu else options.devices,
-        "mount": list(options.mount),
+def _docker(options: LaunchOptions) -> run.DockerExecutor:
+    """The executor for one machine's Docker, with the fields that ``--executor`` gives."""
+    if options.container_image is None:
+        raise UserError("--on docker needs --container-image: name an image that has this package")
+    known = [field.name for field in fields(run.DockerExecutor) if field.init]
+    for name in options.executor:
+        if name not in known:
+            raise UserError(
+                f"--executor {name}: DockerExecutor has no such field{did_you_mean(name, known)}"
+            )
+    settings = {
+        "container_image": options.container_image,
+        "ntasks_per_node": options.devices,
+        "num_gpus": 0 if options.cpu else options.devices,
+        "volumes": list(options.mount),
+        "env_vars": {"PYTHONPATH": f"{CODE}/src", **_performance_env(options), **options.env},
+        # data loaders and NCCL share memory, and a container has 64 MB by default
+        "ipc_mode": "host",
+        "launcher": _launcher(options),
+        "packager": _packager(options),
     }
-    option_values["env"] = {"PYTHONPATH": f"{CODE}/src"} | _performance_env(options) | options.env
-    given = {
-        field: option_values[option] for option, field in target.options.items()
-    } | target.fixed
-    given |= {"launcher": _launcher(options), "packager": _packager(options)} | options.executor
-    given |= {name: os.environ.get(variable) for name, variable in target.secrets.items()}
-    if missing := [way for name, way in target.needs.items() if not given.get(name)]:
-        raise UserError(f"--on {options.on} needs {' and '.join(missing)}")
-    try:
-        return kind(**given)
-    except Exception as error:  # the one for Kubeflow reads the configuration of a cluster
-        raise UserError(
-            f"--on {options.on}: NeMo-Run's {kind.__name__} says: {one_line(error)}"
-        ) from error
+    return run.DockerExecutor(**{**settings, **options.executor})
 
 
 def _cpus(options: LaunchOptions) -> int | None:

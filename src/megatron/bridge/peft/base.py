@@ -14,7 +14,7 @@ from megatron.bridge.models.conversion.engine import exchange
 from megatron.bridge.models.conversion.engine.plan import global_name
 from megatron.bridge.peft import targets
 from megatron.bridge.peft.hf_names import HFModules
-from megatron.bridge.peft.targets import Candidate, Site
+from megatron.bridge.peft.targets import Site, TargetCandidate
 from megatron.bridge.utils.errors import UserError
 
 _TIED = ("embedding.word_embeddings", "output_layer")
@@ -143,7 +143,7 @@ class PEFT:
             return []
         modules = HFModules(chunks[0].config)
         candidates = [
-            Candidate(name, name, modules.of_layer(name).get(None, ()), is_linear=False)
+            TargetCandidate(name, name, modules.of_layer(name).get(None, ()), is_linear=False)
             for name, _ in named
         ]
         everywhere = targets.gather(candidates)

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from megatron.bridge.models.conversion.adapters.adapted_layers import LowRankPart
 from megatron.bridge.peft.lora import LoRAAdapter, LowRankPEFT
-from megatron.bridge.peft.low_rank import Shape
+from megatron.bridge.peft.low_rank import LoRAShape
 from megatron.bridge.peft.targets import Site
 
 
@@ -25,7 +25,7 @@ class DoRAAdapter(LoRAAdapter):
 
     scales_outputs = True
 
-    def __init__(self, site: Site, shape: Shape) -> None:
+    def __init__(self, site: Site, shape: LoRAShape) -> None:
         super().__init__(site, shape)
         self.magnitude = self._parameter(site.weights[0], *self.b.shape[:-1])
         self._mark(self.magnitude, cut=site.kind == "column", dim=self.magnitude.ndim - 1)

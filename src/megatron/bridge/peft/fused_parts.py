@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron.bridge.models.conversion.adapters.adapted_layers import LowRankPart
-from megatron.bridge.peft.low_rank import LowRank, Shape
+from megatron.bridge.peft.low_rank import LoRAShape, LowRank
 from megatron.bridge.peft.targets import Site
 from megatron.bridge.utils.errors import UserError
 
@@ -65,7 +65,7 @@ class CanonicalAdapter(nn.ModuleDict):
 
     scales_outputs = False
 
-    def __init__(self, site: Site, shapes: dict[str, Shape]) -> None:
+    def __init__(self, site: Site, shapes: dict[str, LoRAShape]) -> None:
         self.rows = rows_of(site)
         factors = {
             role: LowRank(site, shape, role, self.rows[role]) for role, shape in shapes.items()

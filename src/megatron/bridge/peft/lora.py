@@ -19,8 +19,8 @@ from megatron.bridge.peft import layers, targets
 from megatron.bridge.peft.base import PEFT, bare_chunks
 from megatron.bridge.peft.fused_parts import CanonicalAdapter, check_queries, parts_of
 from megatron.bridge.peft.hf_names import HFModules
-from megatron.bridge.peft.low_rank import Init, LowRank, Shape
-from megatron.bridge.peft.targets import Candidate, Site
+from megatron.bridge.peft.low_rank import Init, LoRAShape, LowRank
+from megatron.bridge.peft.targets import Site, TargetCandidate
 from megatron.bridge.utils.config.ranges import ABOVE_ZERO
 from megatron.bridge.utils.errors import UserError
 
@@ -86,7 +86,7 @@ class LowRankPEFT(PEFT):
     def __post_init__(self) -> None:
         """Accept names of dtypes."""
         self.lora_dtype = to_dtype(self.lora_dtype)
-        self._chosen: dict[str, Candidate] = {}
+        self._chosen: dict[str, TargetCandidate] = {}
         self._selected_by: dict[str, set[str]] = {}
 
     def problems(self, training: bool = True) -> list[str]:
@@ -157,21 +157,22 @@ class LowRankPEFT(PEFT):
             selected = targets.select(f"peft.{key}", getattr(self, key), chosen)
             self._selected_by.update(selected)
 
-    def candidates(self, site: Site, modules: HFModules) -> list[Candidate]:
+    def candidates(self, site: Site, modules: HFModules) -> list[TargetCandidate]:
         """Return what can be adapted in a layer: the layer, and the parts that Hugging Face has as modules."""
         # a decoder's names may also be those of layers of a vision tower, which are not meant
         of_roles = {} if site.name.startswith(targets.TOWER) else modules.of_layer(site.name)
         if self.parts_have_names and (parts := parts_of(site)):
             return [
-                Candidate(name, site.name, of_roles.get(role, ())) for role, name in parts.items()
+                TargetCandidate(name, site.name, of_roles.get(role, ()))
+                for role, name in parts.items()
             ]
         is_linear = not isinstance(site.module, Router) and targets.is_hidden(site.name)
-        layer = Candidate(site.name, site.name, of_roles.pop(None, ()), is_linear=is_linear)
+        layer = TargetCandidate(site.name, site.name, of_roles.pop(None, ()), is_linear=is_linear)
         if not of_roles:
             return [layer]
         known = parts_of(site)
         parts = [
-            Candidate(
+            TargetCandidate(
                 known.get(str(role), f"{site.name}:{role}"),
                 site.name,
                 hf_names,
@@ -183,7 +184,7 @@ class LowRankPEFT(PEFT):
         ]
         return [replace(layer, is_linear=False), *parts]
 
-    def _refuse_parts(self, chosen: Sequence[Candidate]) -> None:
+    def _refuse_parts(self, chosen: Sequence[TargetCandidate]) -> None:
         """Refuse parts of a fused layer that have no separate factors here."""
         names = {candidate.name for candidate in chosen}
         for candidate in chosen:
@@ -253,9 +254,9 @@ class LowRankPEFT(PEFT):
     def adapter_for(self, site: Site) -> nn.Module:
         raise NotImplementedError(f"{type(self).__name__} must define adapter_for")
 
-    def shape_for(self, name: str) -> Shape:
+    def shape_for(self, name: str) -> LoRAShape:
         """Rank and scaling of the layer, or part, ``name``."""
-        return Shape(
+        return LoRAShape(
             rank=self._value_for(name, self.dim, self.dim_by_module),
             alpha=self._value_for(name, self.alpha, self.alpha_by_module),
             use_rslora=self.use_rslora,

@@ -30,7 +30,7 @@ Init = Literal["xavier", "kaiming", "normal", "zero"]
 
 
 @dataclass(frozen=True)
-class Shape:
+class LoRAShape:
     """LoRA hyperparameters of one layer."""
 
     rank: int  # of the two factors
@@ -62,7 +62,7 @@ class LowRank(nn.Module):
     """Whether the layer's own outputs are multiplied, so that a bias must be taken out of them before."""
 
     def __init__(
-        self, site: Site, shape: Shape, part: str = "", outputs: int | None = None
+        self, site: Site, shape: LoRAShape, part: str = "", outputs: int | None = None
     ) -> None:
         """Adapt ``site``; ``outputs`` is the number on this rank if only the ``part`` of a fused layer is adapted."""
         super().__init__()

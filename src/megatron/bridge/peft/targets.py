@@ -139,7 +139,7 @@ def matches(pattern: str, name: str) -> bool:
 
 
 @dataclass(frozen=True)
-class Candidate:
+class TargetCandidate:
     """A layer, or a part of a fused layer, that patterns can select."""
 
     name: str  # in the whole model; that of a part has the same parent as the layer
@@ -155,15 +155,15 @@ def is_hidden(name: str) -> bool:
     return name != _TIED_OUTPUT and not name.startswith(TOWER)
 
 
-def gather(candidates: Sequence[Candidate]) -> list[Candidate]:
+def gather(candidates: Sequence[TargetCandidate]) -> list[TargetCandidate]:
     """Return the candidates of all pipeline stages; all ranks of a replica call this together."""
     stages = exchange.all_gather_stages(list(candidates))
     return [candidate for stage in stages for candidate in stage]
 
 
 def choose(
-    candidates: Sequence[Candidate], patterns: Sequence[str], excluded: Sequence[str]
-) -> list[Candidate]:
+    candidates: Sequence[TargetCandidate], patterns: Sequence[str], excluded: Sequence[str]
+) -> list[TargetCandidate]:
     """Return the ``candidates`` of all stages that are targeted and not excluded.
 
     Args:
@@ -185,14 +185,14 @@ def choose(
 
 
 def _named_candidates(
-    candidates: Sequence[Candidate], selected: Mapping[str, Collection[str]]
-) -> list[Candidate]:
+    candidates: Sequence[TargetCandidate], selected: Mapping[str, Collection[str]]
+) -> list[TargetCandidate]:
     names = {name for group in selected.values() for name in group}
     return [candidate for candidate in candidates if candidate.name in names]
 
 
 def select(
-    key: str, patterns: Iterable[str], candidates: Sequence[Candidate]
+    key: str, patterns: Iterable[str], candidates: Sequence[TargetCandidate]
 ) -> dict[str, set[str]]:
     """Return the names of the candidates that each pattern selects.
 
@@ -213,7 +213,7 @@ def select(
     return selected
 
 
-def _select_names(pattern: str, candidates: Sequence[Candidate]) -> set[str]:
+def _select_names(pattern: str, candidates: Sequence[TargetCandidate]) -> set[str]:
     if pattern == ALL_LINEAR:
         return {candidate.name for candidate in candidates if candidate.is_linear}
     by_megatron_name = {
@@ -234,7 +234,7 @@ def _matches_hf(pattern: str, hf_name: str) -> bool:
     return hf_name == pattern or hf_name.endswith(f".{pattern}")
 
 
-def _refuse_unmatched(key: str, pattern: str, candidates: Sequence[Candidate]) -> None:
+def _refuse_unmatched(key: str, pattern: str, candidates: Sequence[TargetCandidate]) -> None:
     names = [candidate.name for candidate in candidates if not candidate.is_part]
     leaves = list(dict.fromkeys(name.rpartition(".")[2] for name in names))
     hf_names = [hf_name for candidate in candidates for hf_name in candidate.hf_names]

@@ -105,7 +105,7 @@ def tiny_config(
     return tiny | latent | _IDS | sizes
 
 
-def best(config: Any, folder: Path) -> "tuple[Draft, Row, list[str]]":
+def best(config: Any, folder: Path) -> "tuple[BridgeDraft, Row, list[str]]":
     """The draft for a Hugging Face config, the row that it was tried on, and what still differs on one process."""
     name = (config.architectures or ("",))[0]
     model: Any = getattr(transformers, name, None) if name.endswith("ForCausalLM") else None
@@ -124,7 +124,7 @@ def best(config: Any, folder: Path) -> "tuple[Draft, Row, list[str]]":
     name_matches = {
         base: len(re.findall(rf"\({base[:-11]}(?!\d|Moe)\w+\):", text)) for base in bases
     }
-    drafts = [Draft(name, config.model_type, base, config, full, tensors) for base in bases]
+    drafts = [BridgeDraft(name, config.model_type, base, config, full, tensors) for base in bases]
     drafts.sort(
         key=lambda candidate: (
             candidate.distance - 3 * bool(name_matches[candidate.base]),
@@ -175,8 +175,8 @@ def _reference_case(model: Any, config: Any, folder: Path) -> reference.Case:
 
 
 def _try_drafts(
-    drafts: "list[Draft]", case: reference.Case, folder: Path
-) -> "Iterator[tuple[Draft, list[str]]]":
+    drafts: "list[BridgeDraft]", case: reference.Case, folder: Path
+) -> "Iterator[tuple[BridgeDraft, list[str]]]":
     for draft in drafts:
         draft.complete()
         for index, tried in enumerate(draft.guesses()):
@@ -186,7 +186,7 @@ def _try_drafts(
 
 
 @dataclass
-class Draft:
+class BridgeDraft:
     """A bridge for ``architecture`` in terms of the declared family ``base``."""
 
     architecture: str
@@ -277,7 +277,7 @@ class Draft:
             for key in keys
         }
 
-    def guesses(self) -> "Iterator[Draft]":
+    def guesses(self) -> "Iterator[BridgeDraft]":
         """What no name tells, to be tried until logits agree: this draft, rotary embeddings, a scale turned round."""
         yield self
         for interleaved in (True, False):

@@ -37,7 +37,7 @@ class StorageError(UserError):
     """A bucket cannot be reached, read or written; its earlier content is unchanged."""
 
 
-class Entry(NamedTuple):
+class BucketEntry(NamedTuple):
     """A bucket's entry for one file or folder; the tag changes with the content."""
 
     size: int
@@ -76,7 +76,7 @@ def fetch(path_or_url: str | Path) -> Path:
     return path
 
 
-def listing(folder: Path, deep: bool = False) -> dict[str, Entry]:
+def listing(folder: Path, deep: bool = False) -> dict[str, BucketEntry]:
     """List the bucket's entries in ``folder`` by relative path; ``deep`` lists the files of all subfolders."""
     from fsspec.utils import tokenize
 
@@ -90,7 +90,7 @@ def listing(folder: Path, deep: bool = False) -> dict[str, Entry]:
             return {}
     named = {str(raw_entry["name"]).strip("/"): raw_entry for raw_entry in raw_entries}
     return {
-        name.removeprefix(prefix): Entry(
+        name.removeprefix(prefix): BucketEntry(
             int(raw_entry.get("size") or 0), tokenize(raw_entry), raw_entry["type"] == "directory"
         )
         for name, raw_entry in named.items()
@@ -248,7 +248,7 @@ def _reaching_storage(path: Path) -> Iterator[tuple[Any, str]]:
         raise StorageError(f"{url} cannot be read or written: {why}; {way_out}") from error
 
 
-def _is_current(path: Path, entry: Entry) -> bool:
+def _is_current(path: Path, entry: BucketEntry) -> bool:
     note = beside(path, ".tag")
     return path.is_file() and note.is_file() and note.read_text() == entry.tag
 
@@ -261,7 +261,7 @@ def _lock_files(locks: ExitStack, paths: Iterable[Path]) -> None:
         locks.enter_context(FileLock(beside(path, ".lock")))
 
 
-def _download_files(folder: Path, entries: dict[str, Entry]) -> None:
+def _download_files(folder: Path, entries: dict[str, BucketEntry]) -> None:
     """Download to temporary files, a few ranges at a time, and rename the complete files."""
     parts = {name: (folder / name).with_name(f".{Path(name).name}.part") for name in entries}
     for part in parts.values():

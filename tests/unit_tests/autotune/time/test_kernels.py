@@ -4,10 +4,10 @@
 import pytest
 
 from megatron.bridge.autotune.gpus import gpu
-from megatron.bridge.autotune.time.collectives import AlphaBeta, Group
+from megatron.bridge.autotune.time.collectives import AlphaBeta, CollectiveGroup
 from megatron.bridge.autotune.time.kernels import Roofline
 from megatron.bridge.autotune.time.layer import layer_time
-from megatron.bridge.autotune.time.work import LayerShape, Matrix, Run
+from megatron.bridge.autotune.time.work import LayerSettings, LayerShape, Matrix
 
 # TFLOP/s of cuDNN's causal attention in bf16, forward and backward, 64 heads of 128 (cudnn-frontend,
 # benchmark/sdpa_benchmark_training/results of 2026).
@@ -98,7 +98,7 @@ def test_quantization_to_mxfp8_takes_as_long_as_on_a_b300():
     matrices = (Matrix("linear_fc1", rows=16384, columns=16384),)
     nothing = {"norms": 0, "inner": 0, "blocks": 0, "keys": 0, "weights": 0, "expert_weights": 0}
     shape = LayerShape(matrices, (), (), between=0.0, states=0.0, quadratic=False, **nothing)
-    run, card = Run(tokens=16384, hidden=0), gpu("B300")
+    run, card = LayerSettings(tokens=16384, hidden=0), gpu("B300")
     fp8, bf16 = (
         layer_time(shape, run, Roofline(card, precision)).forward.memory
         for precision in ("fp8", "bf16")
@@ -123,22 +123,22 @@ def test_flex_dispatchers_run_at_the_rate_of_hybridep(card, ranks):
     places = ranks if card == "GB200" else ranks // 8
     copies = 4096 * places * (1 - (1 - 1 / places) ** 8)
     for number, rate in zip((2, 1, 2), HYBRID_EP[card, ranks], strict=True):
-        took = links.dispatch(4096, 7168 * number, 8, Group(ranks))
+        took = links.dispatch(4096, 7168 * number, 8, CollectiveGroup(ranks))
         assert copies * 7168 * number / took / 1e9 == pytest.approx(rate, rel=0.15)
 
 
 def test_flex_dispatchers_send_a_token_once_to_a_node():
     links, width = AlphaBeta(gpu("H100 80GB")), 7168 * 2
     assert (
-        links.dispatch(4096, width, 8, Group(64))
-        < links.all_to_all(8 * 4096 * width, Group(64)) / 1.2
+        links.dispatch(4096, width, 8, CollectiveGroup(64))
+        < links.all_to_all(8 * 4096 * width, CollectiveGroup(64)) / 1.2
     )
-    assert links.dispatch(4096, width, 8, Group(1)) == 0.0
+    assert links.dispatch(4096, width, 8, CollectiveGroup(1)) == 0.0
 
 
 def test_narrow_tokens_cost_more_than_their_bytes():
     links = AlphaBeta(gpu("B200"))
-    wide, narrow = (links.dispatch(4096, width, 8, Group(64)) for width in (14336, 2048))
+    wide, narrow = (links.dispatch(4096, width, 8, CollectiveGroup(64)) for width in (14336, 2048))
     assert narrow > wide / 7 * 1.3
 
 

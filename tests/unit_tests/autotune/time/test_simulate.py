@@ -10,7 +10,7 @@ from megatron.bridge.autotune.time.collectives import (
     NETWORK_EFFICIENCY,
     NVLINK_EFFICIENCY,
     AlphaBeta,
-    Group,
+    CollectiveGroup,
 )
 from megatron.bridge.autotune.time.kernels import Roofline
 from megatron.bridge.autotune.time.schedule import Pipeline
@@ -87,14 +87,14 @@ def test_the_first_stage_receives_in_the_order_in_which_the_last_sends():
 def test_collectives_use_the_slowest_link_that_they_cross():
     card = gpu("H100 80GB")
     links, size = AlphaBeta(card), 1e9
-    inside = links.all_gather(size, Group(8))
+    inside = links.all_gather(size, CollectiveGroup(8))
     assert inside == pytest.approx(size * 7 / 8 / (450e9 * NVLINK_EFFICIENCY), rel=0.01)
-    across = links.all_gather(size, Group(16, stride=8))
+    across = links.all_gather(size, CollectiveGroup(16, stride=8))
     assert across == pytest.approx(size * 15 / 16 / (50e9 * NETWORK_EFFICIENCY), rel=0.01)
-    assert links.all_gather(size, Group(1)) == 0
+    assert links.all_gather(size, CollectiveGroup(1)) == 0
     assert (
-        AlphaBeta(gpu("GB200 186GB")).all_to_all(size, Group(64))
-        < links.all_to_all(size, Group(64)) / 4
+        AlphaBeta(gpu("GB200 186GB")).all_to_all(size, CollectiveGroup(64))
+        < links.all_to_all(size, CollectiveGroup(64)) / 4
     )
 
 

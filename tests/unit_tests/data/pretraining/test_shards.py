@@ -19,7 +19,7 @@ from megatron.bridge.cli.main import main
 from megatron.bridge.data.config import DatasetRequest, GPTDatasetConfig
 from megatron.bridge.data.pretraining import indexed_writer, inputs, shards
 from megatron.bridge.data.pretraining.gpt_builder import open_corpus
-from megatron.bridge.data.pretraining.inputs import Part
+from megatron.bridge.data.pretraining.inputs import InputPart
 from megatron.bridge.data.pretraining.preprocess import PreprocessConfig, preprocess
 from tests.refusals import refused
 from tests.unit_tests.data.conftest import TEXT
@@ -151,7 +151,7 @@ def test_small_inputs_share_a_shard_and_a_shard_without_a_document_is_one(make, 
 def test_the_manifest_has_statistics_and_says_where_each_shard_is_from(make, jsonl, tmp_path):
     made = make(jsonl)
     for number, shard in enumerate(made["shards"]):
-        part, facts = Part(*shard["parts"][0]), shard["facts"]
+        part, facts = InputPart(*shard["parts"][0]), shard["facts"]
         assert (part.url, part.start) == (str(jsonl), 700 * number)
         assert facts["node"] == socket.gethostname()
         assert 1 < facts["shortest"] <= facts["median"] <= facts["longest"]

@@ -77,7 +77,7 @@ def pareto(prices: list[Price]) -> list[Price]:
 
 
 @dataclass(frozen=True)
-class Step:
+class LayoutChange:
     """One change on the way to a layout that fits: the new value of a field of ``Candidate``.
 
     ``saved`` bytes of the fullest rank and ``lost`` seconds per step are None if a rule refuses one of the layouts.
@@ -116,18 +116,18 @@ def _priced_candidates(search: Search, candidates: list[Candidate]) -> Iterator[
             yield price
 
 
-def steps_to(search: Search, goal: Price) -> list[Step]:
+def steps_to(search: Search, goal: Price) -> list[LayoutChange]:
     """Return the changes from the config's layout to ``goal``, one by one, with the savings and cost of each."""
     at = search.current
     before = None if search.problems(at) else search.pricer.price(at)
-    steps: list[Step] = []
+    steps: list[LayoutChange] = []
     for name, value in replace(goal.candidate, layout=None).changes(at):
         at = replace(at, **{name: value})
         price = None if search.problems(at) else search.pricer.price(at)
         known = price is not None and before is not None
         saved = before.fullest - price.fullest if known else None  # pyright: ignore
         lost = price.seconds - before.seconds if known else None  # pyright: ignore
-        steps.append(Step(name, value, saved, lost))
+        steps.append(LayoutChange(name, value, saved, lost))
         before = price or before
     return steps
 

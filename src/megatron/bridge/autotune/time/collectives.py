@@ -22,7 +22,7 @@ FLEX_NETWORK_TOKEN = 20e-9
 
 
 @dataclass(frozen=True)
-class Group:
+class CollectiveGroup:
     """Ranks of a collective in Megatron-Core's rank order, in which neighbors differ by ``stride``."""
 
     size: int
@@ -39,20 +39,20 @@ class AlphaBeta:
 
     card: Gpu
 
-    def all_gather(self, size: float, group: Group) -> float:
+    def all_gather(self, size: float, group: CollectiveGroup) -> float:
         """``size`` is the size of the result."""
         if group.size == 1 or not size:
             return 0.0
         return self._ring(size, group) + self._latency(group)
 
-    def reduce_scatter(self, size: float, group: Group) -> float:
+    def reduce_scatter(self, size: float, group: CollectiveGroup) -> float:
         """``size`` is the size of the input."""
         return self.all_gather(size, group)
 
-    def all_reduce(self, size: float, group: Group) -> float:
+    def all_reduce(self, size: float, group: CollectiveGroup) -> float:
         return 2 * self.all_gather(size, group)
 
-    def all_to_all(self, size: float, group: Group) -> float:
+    def all_to_all(self, size: float, group: CollectiveGroup) -> float:
         """``size`` is the data of one rank, which sends an equal share to each rank."""
         if group.size == 1 or not size:
             return 0.0
@@ -61,7 +61,7 @@ class AlphaBeta:
         far = size * (group.size - inside) / group.size / (self.card.network * NETWORK_EFFICIENCY)
         return max(near, far) / ALL_TO_ALL_EFFICIENCY + self._latency(group)
 
-    def dispatch(self, tokens: float, width: float, top_k: int, group: Group) -> float:
+    def dispatch(self, tokens: float, width: float, top_k: int, group: CollectiveGroup) -> float:
         """Time DeepEP or HybridEP, which send a token once to a node and once to a rank, however many experts it chose.
 
         Args:
@@ -84,7 +84,7 @@ class AlphaBeta:
             return size / (self.card.nvlink * NVLINK_EFFICIENCY) + NVLINK_LATENCY
         return size / (self.card.network * NETWORK_EFFICIENCY) + NETWORK_LATENCY
 
-    def _ring(self, size: float, group: Group) -> float:
+    def _ring(self, size: float, group: CollectiveGroup) -> float:
         """Rings through all GPUs of a node use all network adapters, so each GPU's share uses its own adapter."""
         inside = group.inside(self.card.domain)
         near = size * (group.size - 1) / group.size / (self.card.nvlink * NVLINK_EFFICIENCY)
@@ -95,7 +95,7 @@ class AlphaBeta:
             size * (1 - inside / group.size) / (inside * self.card.network * NETWORK_EFFICIENCY),
         )
 
-    def _latency(self, group: Group) -> float:
+    def _latency(self, group: CollectiveGroup) -> float:
         inside = group.inside(self.card.domain)
         return NVLINK_LATENCY if inside >= group.size else NETWORK_LATENCY
 

@@ -5,13 +5,19 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from megatron.bridge.autotune.efficiency import MXFP8_BYTES, Direction
-from megatron.bridge.autotune.time.collectives import AlphaBeta, Group, reached
+from megatron.bridge.autotune.time.collectives import AlphaBeta, CollectiveGroup, reached
 from megatron.bridge.autotune.time.kernels import (
     GROUPED_EFFICIENCY,
     GROUPED_GRADIENT_EFFICIENCY,
     Roofline,
 )
-from megatron.bridge.autotune.time.work import Cost, LayerShape, Matrix, Run, operations_per_token
+from megatron.bridge.autotune.time.work import (
+    Cost,
+    LayerSettings,
+    LayerShape,
+    Matrix,
+    operations_per_token,
+)
 
 # Scans of Mamba-2 and gated delta nets reach a lower fraction of the peak rate than attention (an assumption).
 SCAN_EFFICIENCY = 0.25
@@ -34,7 +40,7 @@ class LayerTime:
 
 
 @lru_cache(maxsize=65536)
-def layer_time(shape: LayerShape, run: Run, kernels: Roofline) -> LayerTime:
+def layer_time(shape: LayerShape, run: LayerSettings, kernels: Roofline) -> LayerTime:
     operations = run.tokens * operations_per_token(shape, run)
     forward = kernels.measured(
         f"{shape.kind} forward", operations, _forward_cost(shape, run, kernels)
@@ -53,7 +59,7 @@ def layer_time(shape: LayerShape, run: Run, kernels: Roofline) -> LayerTime:
     return LayerTime(forward, backward + repeated)
 
 
-def _forward_cost(shape: LayerShape, run: Run, kernels: Roofline) -> Cost:
+def _forward_cost(shape: LayerShape, run: LayerSettings, kernels: Roofline) -> Cost:
     matrix = sum(
         kernels.matrix(run.tokens, product.rows, product.columns) for product in shape.matrices
     )
@@ -72,7 +78,7 @@ def _forward_cost(shape: LayerShape, run: Run, kernels: Roofline) -> Cost:
     )
 
 
-def _backward_cost(shape: LayerShape, run: Run, kernels: Roofline) -> Cost:
+def _backward_cost(shape: LayerShape, run: LayerSettings, kernels: Roofline) -> Cost:
     matrix = sum(
         _gradient_time(product, kernels.matrix(run.tokens, product.columns, product.rows))
         for product in shape.matrices
@@ -101,13 +107,13 @@ def _gradient_time(matrix: Matrix, seconds: float, of_weight: float = 1.0) -> fl
     return seconds * (1 + matrix.trained * of_weight)
 
 
-def _grouped_time(matrix: Matrix, run: Run, kernels: Roofline) -> float:
+def _grouped_time(matrix: Matrix, run: LayerSettings, kernels: Roofline) -> float:
     tokens_per_expert = run.chosen / run.local_experts
     return kernels.matrix(tokens_per_expert, matrix.rows, matrix.columns, count=run.local_experts)
 
 
 def _time_between_products(
-    shape: LayerShape, run: Run, kernels: Roofline, direction: Direction
+    shape: LayerShape, run: LayerSettings, kernels: Roofline, direction: Direction
 ) -> float:
     operations = shape.between * run.tokens
     if not operations:
@@ -122,7 +128,7 @@ def _time_between_products(
     return scan * (1 if direction == "forward" else 2)
 
 
-def _memory_bound_time(shape: LayerShape, run: Run, kernels: Roofline) -> float:
+def _memory_bound_time(shape: LayerShape, run: LayerSettings, kernels: Roofline) -> float:
     """Return the time of memory-bound kernels: norms, and additions to the residual stream."""
     stream = (2 * shape.norms + 3 * 2) * run.between * run.hidden
     inner = 1.5 * shape.inner * run.tokens
@@ -139,7 +145,7 @@ def _memory_bound_time(shape: LayerShape, run: Run, kernels: Roofline) -> float:
     return kernels.moved((stream + inner + experts) * run.number, kernels=launched)
 
 
-def _permuted_elements(run: Run) -> float:
+def _permuted_elements(run: LayerSettings) -> float:
     """Return the elements that are read and written, per element of a dispatched token, to permute it and back.
 
     Tokens are copied into the buffers of an all-to-all and sorted by expert, and back: four reads and four writes.
@@ -149,7 +155,7 @@ def _permuted_elements(run: Run) -> float:
 
 
 def _quantization_time(
-    shape: LayerShape, run: Run, kernels: Roofline, direction: Direction
+    shape: LayerShape, run: LayerSettings, kernels: Roofline, direction: Direction
 ) -> float:
     """Return the time to quantize inputs and gradients of outputs: reads in bf16, writes by rows and by columns."""
     if kernels.precision == "bf16":
@@ -160,7 +166,9 @@ def _quantization_time(
     return kernels.moved(numbers * (run.number + 2 * _QUANTIZED_BYTES[kernels.precision]))
 
 
-def _exchange_cost(shape: LayerShape, run: Run, kernels: Roofline, direction: Direction) -> Cost:
+def _exchange_cost(
+    shape: LayerShape, run: LayerSettings, kernels: Roofline, direction: Direction
+) -> Cost:
     links, forward = kernels.links, direction == "forward"
     tensor = shape.blocks * _around_block(run, kernels, forward)
     if run.tensor_overlap:
@@ -175,13 +183,17 @@ def _exchange_cost(shape: LayerShape, run: Run, kernels: Roofline, direction: Di
     return Cost(tensor=tensor, context=context, expert=_expert_message_time(shape, run, links))
 
 
-def _around_block(run: Run, kernels: Roofline, forward: bool) -> float:
+def _around_block(run: LayerSettings, kernels: Roofline, forward: bool) -> float:
     """Return the time of an all-gather before a block and a reduce-scatter after it, or of one all-reduce.
 
     The backward pass first gathers the gradient of the block's output. It then gathers the block's input again for the
     gradient of the weight and scatters the gradient of the input; both overlap with products if the device allows it.
     """
-    links, size, group = kernels.links, run.tokens * run.hidden * run.number, Group(run.tensor)
+    links, size, group = (
+        kernels.links,
+        run.tokens * run.hidden * run.number,
+        CollectiveGroup(run.tensor),
+    )
     gather = links.all_gather(size, group)
     if not forward and kernels.overlaps:
         return gather
@@ -191,11 +203,11 @@ def _around_block(run: Run, kernels: Roofline, forward: bool) -> float:
 
 
 def _context_time(
-    shape: LayerShape, run: Run, links: AlphaBeta, attention: float, factor: float
+    shape: LayerShape, run: LayerSettings, links: AlphaBeta, attention: float, factor: float
 ) -> float:
     if run.context == 1 or not shape.keys:
         return 0.0
-    group = Group(run.context, run.tensor)
+    group = CollectiveGroup(run.context, run.tensor)
     size = factor * run.tokens * shape.keys * run.number
     if run.context_kind in (None, "all_gather"):
         return links.all_gather(size * run.context, group)
@@ -206,15 +218,17 @@ def _context_time(
     return max(0.0, steps * message - attention * steps / run.context)
 
 
-def _expert_message_time(shape: LayerShape, run: Run, links: AlphaBeta) -> float:
+def _expert_message_time(shape: LayerShape, run: LayerSettings, links: AlphaBeta) -> float:
     """Return the time to send tokens to their experts and back."""
     if not shape.experts:
         return 0.0
-    group = Group(run.expert, run.expert_tensor)
+    group = CollectiveGroup(run.expert, run.expert_tensor)
     copies, width = run.chosen / run.expert_tensor, shape.dispatched * run.number
     if run.flex:
         there = links.dispatch(copies / run.top_k, width, run.top_k, group)
     else:
         there = links.all_to_all(copies * width, group)
-    there += links.all_gather(run.chosen * shape.dispatched * run.number, Group(run.expert_tensor))
+    there += links.all_gather(
+        run.chosen * shape.dispatched * run.number, CollectiveGroup(run.expert_tensor)
+    )
     return 2 * there * (0.2 if run.expert_overlap else 1.0)

@@ -14,7 +14,7 @@ _Input = tuple[str, int, int]
 
 
 @dataclass(frozen=True, slots=True)
-class Span:
+class PassSpan:
     """A pass of a stage; start and end are seconds from the start of the step."""
 
     stage: int
@@ -39,9 +39,9 @@ class PassTimes:
         return sum(self.forward[stage]) + sum(self.backward[stage])
 
 
-def simulate(pipeline: Pipeline, times: PassTimes) -> list[Span]:
+def simulate(pipeline: Pipeline, times: PassTimes) -> list[PassSpan]:
     """Return the passes of all stages in the order in which they end."""
-    return sorted(starmap(Span, _simulate_passes(pipeline, times)), key=lambda span: span.end)
+    return sorted(starmap(PassSpan, _simulate_passes(pipeline, times)), key=lambda span: span.end)
 
 
 def _simulate_passes(

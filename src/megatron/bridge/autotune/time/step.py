@@ -4,12 +4,12 @@
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from megatron.bridge.autotune.time.collectives import Group
+from megatron.bridge.autotune.time.collectives import CollectiveGroup
 from megatron.bridge.autotune.time.kernels import Roofline
 from megatron.bridge.autotune.time.layer import layer_time
 from megatron.bridge.autotune.time.schedule import Pipeline
-from megatron.bridge.autotune.time.simulate import PassTimes, Span, makespan, simulate
-from megatron.bridge.autotune.time.work import Cost, LayerShape, Run, operations_per_token
+from megatron.bridge.autotune.time.simulate import PassSpan, PassTimes, makespan, simulate
+from megatron.bridge.autotune.time.work import Cost, LayerSettings, LayerShape, operations_per_token
 
 # Half width of the interval that contains the measured step in about 80 of 100 cases, as a fraction of the step:
 # estimates for dense models and mixtures of experts (docs/tuner.md).
@@ -35,11 +35,11 @@ Plan = tuple[tuple[Chunk, ...], ...]  # the chunks of each pipeline stage
 
 
 @dataclass(frozen=True)
-class Setting:
+class StepSettings:
     """Settings of a step other than its layers."""
 
     pipeline: Pipeline  # the schedule
-    run: Run  # sizes that decide a layer's work, without recomputation
+    run: LayerSettings  # sizes that decide a layer's work, without recomputation
     # fraction of each layer's forward pass that is recomputed, by its shape and its index in its chunk
     recompute: Callable[[LayerShape, int], float]
     vocabulary: int  # rows of the output layer on a rank
@@ -85,13 +85,13 @@ class Prediction:
         rates = {name: getattr(self, name) / factor for name in ("tokens_per_second", "mfu")}
         return replace(self, split=split, **longer, **rates)
 
-    def timeline(self) -> list[Span]:
+    def timeline(self) -> list[PassSpan]:
         return simulate(self.pipeline, self.times)
 
 
 def predict_step(
     plan: Plan,
-    setting: Setting,
+    setting: StepSettings,
     kernels: Roofline,
     span: Callable[[Pipeline, PassTimes], float] = makespan,
 ) -> Prediction:
@@ -133,7 +133,7 @@ def _microbatch_cost(
 
 def _make_prediction(
     plan: Plan,
-    setting: Setting,
+    setting: StepSettings,
     kernels: Roofline,
     times: PassTimes,
     busy: tuple[float, ...],
@@ -158,7 +158,7 @@ def _make_prediction(
     )
 
 
-def model_operations(plan: Plan, setting: Setting) -> float:
+def model_operations(plan: Plan, setting: StepSettings) -> float:
     """Return the operations of a step on all GPUs: three times those of the forward pass."""
     run = setting.run
     operations = 0.0
@@ -171,7 +171,7 @@ def model_operations(plan: Plan, setting: Setting) -> float:
     return 3 * operations * setting.tokens
 
 
-def _chunk_cost(chunk: Chunk, setting: Setting, kernels: Roofline) -> tuple[Cost, Cost]:
+def _chunk_cost(chunk: Chunk, setting: StepSettings, kernels: Roofline) -> tuple[Cost, Cost]:
     forward, backward = _end_cost(chunk, setting, kernels)
     runs: dict[tuple[LayerShape, float], int] = {}
     for index, layer in enumerate(chunk.layers):
@@ -186,7 +186,7 @@ def _chunk_cost(chunk: Chunk, setting: Setting, kernels: Roofline) -> tuple[Cost
     return forward.slowed(slowest), backward.slowed(slowest)
 
 
-def _end_cost(chunk: Chunk, setting: Setting, kernels: Roofline) -> tuple[Cost, Cost]:
+def _end_cost(chunk: Chunk, setting: StepSettings, kernels: Roofline) -> tuple[Cost, Cost]:
     """Return the cost of the embedding, and of the output layer (in bf16) with the loss."""
     run, forward, backward = setting.run, Cost(), Cost()
     if chunk.embedding:
@@ -205,7 +205,7 @@ def _end_cost(chunk: Chunk, setting: Setting, kernels: Roofline) -> tuple[Cost, 
     return forward, backward
 
 
-def _pipeline_message_time(setting: Setting, kernels: Roofline) -> float:
+def _pipeline_message_time(setting: StepSettings, kernels: Roofline) -> float:
     if setting.pipeline.stages == 1:
         return 0.0
     run = setting.run
@@ -214,7 +214,7 @@ def _pipeline_message_time(setting: Setting, kernels: Roofline) -> float:
 
 
 def stage_weights(
-    chunks: tuple[Chunk, ...], setting: Setting, frozen: bool = False
+    chunks: tuple[Chunk, ...], setting: StepSettings, frozen: bool = False
 ) -> tuple[float, float]:
     """Return a rank's trained parameters, or all with ``frozen``: dense parameters, then parameters of experts."""
     layers = [layer for chunk in chunks for layer in chunk.layers]
@@ -230,7 +230,7 @@ def stage_weights(
 
 
 def _times_after_passes(
-    plan: Plan, setting: Setting, kernels: Roofline, times: PassTimes
+    plan: Plan, setting: StepSettings, kernels: Roofline, times: PassTimes
 ) -> dict[str, float]:
     """Return the times after the last pass, on the stage where they are longest."""
     times_by_stage = [
@@ -241,12 +241,16 @@ def _times_after_passes(
 
 
 def _after_stage(
-    stage: int, chunks: tuple[Chunk, ...], setting: Setting, kernels: Roofline, times: PassTimes
+    stage: int,
+    chunks: tuple[Chunk, ...],
+    setting: StepSettings,
+    kernels: Roofline,
+    times: PassTimes,
 ) -> dict[str, float]:
     links, run = kernels.links, setting.run
     dense, experts = stage_weights(chunks, setting)
-    group = Group(setting.replicas, run.tensor)
-    expert_group = Group(setting.expert_replicas, run.expert_tensor * run.expert)
+    group = CollectiveGroup(setting.replicas, run.tensor)
+    expert_group = CollectiveGroup(setting.expert_replicas, run.expert_tensor * run.expert)
     gather = links.all_gather if setting.sharded else links.all_reduce
     parts = ((dense, group), (experts, expert_group))
     hidden_behind = sum(times.backward[stage]) if setting.overlap_gradients else None
@@ -267,8 +271,8 @@ def _after_stage(
 
 
 def _exposed_time(
-    gather: Callable[[float, Group], float],
-    parts: tuple[tuple[float, Group], ...],
+    gather: Callable[[float, CollectiveGroup], float],
+    parts: tuple[tuple[float, CollectiveGroup], ...],
     bytes_per_parameter: int,
     bucket: int,
     hidden_behind: float | None,

@@ -104,7 +104,7 @@ _KINDS = tuple(field.name for field in fields(Cost))
 
 
 @dataclass(frozen=True)
-class Run:
+class LayerSettings:
     """Settings that decide the cost of a layer together with its shape."""
 
     tokens: int  # tokens of a microbatch on a context rank
@@ -138,7 +138,7 @@ class Run:
         return split * self.top_k * self.expert_tensor * self.imbalance
 
 
-def operations_per_token(layer: LayerShape, run: Run) -> float:
+def operations_per_token(layer: LayerShape, run: LayerSettings) -> float:
     """Return the forward operations per token in ``layer`` on one tensor rank."""
     dense = sum(2 * matrix.rows * matrix.columns for matrix in layer.matrices)
     router = sum(2 * matrix.rows * matrix.columns for matrix in layer.router) / run.tensor

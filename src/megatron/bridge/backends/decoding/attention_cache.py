@@ -14,7 +14,7 @@ from torch import Tensor
 
 from megatron.bridge.backends.attention import flash_attention
 from megatron.bridge.backends.attention.block_mask import AttentionWindow, QuerySpan, looking_ahead
-from megatron.bridge.backends.decoding.step import SingleTokens, Span, Step
+from megatron.bridge.backends.decoding.step import DecodingStep, SingleTokens, TokenSpan
 from megatron.bridge.backends.kernels import c_kernels
 
 _New = tuple[
@@ -31,7 +31,7 @@ class AttentionCache:
         widths: width of a key and of a value.
     """
 
-    step: Step
+    step: DecodingStep
 
     def __init__(
         self,
@@ -100,14 +100,16 @@ class AttentionCache:
                 core, new[0][rows], self.keys[visible], self.values[visible], mask
             )
 
-    def _attend_compiled(self, core: Any, new: _New, spans: Sequence[Span], out: Tensor) -> None:
+    def _attend_compiled(
+        self, core: Any, new: _New, spans: Sequence[TokenSpan], out: Tensor
+    ) -> None:
         """Store the tokens of the spans, or all rows of ``SingleTokens``, and attend to the keys that they see."""
         kind = type(self), core.chunk_size, core.window_size, tuple(span.row for span in spans)
         if kind not in self.step.tables:
             self.step.tables[kind] = self._tables(core, spans)
         c_kernels.attend(new, (self.keys, self.values), *self.step.tables[kind], core.scale, out)
 
-    def _tables(self, core: Any, spans: Sequence[Span]) -> tuple[Tensor, Tensor]:
+    def _tables(self, core: Any, spans: Sequence[TokenSpan]) -> tuple[Tensor, Tensor]:
         """Return the tables ``tokens`` and ``starts`` of ``c_kernels.attend``."""
         tokens = self.step.table(core.first_key(self.step.positions))
         if isinstance(self.step, SingleTokens):
@@ -178,7 +180,7 @@ class WindowCache(AttentionCache):
                 )
                 out[rows] = _attend_to_keys(core, new[0][rows], keys, values, span.ahead)
 
-    def _tables(self, core: Any, spans: Sequence[Span]) -> tuple[Tensor, Tensor]:
+    def _tables(self, core: Any, spans: Sequence[TokenSpan]) -> tuple[Tensor, Tensor]:
         first = [span.slot * self._length for span in spans]
         rows = [
             (
@@ -194,7 +196,7 @@ class WindowCache(AttentionCache):
     def attends_at_once(self, core: Any) -> bool:
         return False
 
-    def _seen(self, span: Span, low: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+    def _seen(self, span: TokenSpan, low: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         """Store the new keys and values, and return all from position ``low`` on."""
         if span.count == 1:
             self._store(span, key, value)
@@ -206,13 +208,13 @@ class WindowCache(AttentionCache):
         self._store(span, key, value)
         return keys_and_values
 
-    def _places(self, span: Span, start: int, stop: int) -> Tensor:
+    def _places(self, span: TokenSpan, start: int, stop: int) -> Tensor:
         return (
             span.slot * self._length
             + torch.arange(start, stop, device=self.keys.device) % self._length
         )
 
-    def _store(self, span: Span, key: Tensor, value: Tensor) -> None:
+    def _store(self, span: TokenSpan, key: Tensor, value: Tensor) -> None:
         count = min(span.count, self._length)
         places = self._places(span, span.start + span.count - count, span.start + span.count)
         self.keys[places], self.values[places] = key[-count:], value[-count:]

@@ -8,7 +8,7 @@ from math import prod
 import torch
 from torch import Tensor
 
-from megatron.bridge.backends.decoding.step import Step
+from megatron.bridge.backends.decoding.step import DecodingStep
 
 Mix = Callable[..., tuple[Tensor, tuple[Tensor, ...]]]
 """Function (inputs [b, s, f], *states [b, ...]) -> (outputs [b, s, o], states after the last token)."""
@@ -29,7 +29,7 @@ class StateShape:
 class RecurrentCache:
     """States, attached to a recurrent layer as its ``cache``."""
 
-    step: Step
+    step: DecodingStep
 
     def __init__(self, requests: int, shapes: Sequence[StateShape], device: torch.device) -> None:
         # the last slot is for padding

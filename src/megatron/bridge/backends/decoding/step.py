@@ -22,7 +22,7 @@ def padded_rows(rows: int) -> int:
 
 
 @dataclass(frozen=True)
-class Span:
+class TokenSpan:
     """The new tokens of one request: rows ``row .. row + count`` at positions ``start ..`` of its text."""
 
     row: int
@@ -37,7 +37,7 @@ class Span:
 
 
 @dataclass(frozen=True)
-class Group:
+class SpanGroup:
     """Spans of equal length whose recurrent states advance together; a group of single tokens is padded."""
 
     rows: Tensor  # [spans * count], row by row
@@ -57,10 +57,10 @@ class Extents:
     longest: tuple[int, int]  # new tokens, keys
 
 
-class Step:
+class DecodingStep:
     """At least one span, in the order of their rows and without gaps, followed by padding."""
 
-    def __init__(self, spans: Sequence[Span], device: torch.device) -> None:
+    def __init__(self, spans: Sequence[TokenSpan], device: torch.device) -> None:
         self.spans = spans
         self.tokens = spans[-1].row + spans[-1].count
         self.rows = padded_rows(self.tokens)
@@ -105,11 +105,11 @@ class Step:
         )
 
     @cached_property
-    def groups(self) -> list[Group]:
+    def groups(self) -> list[SpanGroup]:
         """Group all single tokens; longer spans, and several spans of one text, are separate groups."""
         spans_of = Counter(span.slot for span in self.spans)
-        later: list[Span] = []
-        groups: list[Group] = []
+        later: list[TokenSpan] = []
+        groups: list[SpanGroup] = []
         for span in self.spans:
             if span.count == 1 and span.start and spans_of[span.slot] == 1:
                 later.append(span)
@@ -117,12 +117,12 @@ class Step:
                 groups.append(self._group([span]))
         return [self._group(later), *groups] if later else groups
 
-    def _group(self, spans: list[Span]) -> Group:
+    def _group(self, spans: list[TokenSpan]) -> SpanGroup:
         first = spans[0]
         rows = [span.row + index for span in spans for index in range(span.count)]
         padding = padded_rows(len(rows)) - len(rows) if first.count == 1 and first.start else 0
         slots = [span.slot for span in spans]
-        return Group(
+        return SpanGroup(
             torch.tensor(rows + rows[:1] * padding, device=self.device),
             torch.tensor(slots + [-1] * padding, device=self.device),
             first.count,
@@ -131,7 +131,7 @@ class Step:
         )
 
 
-class SingleTokens(Step):
+class SingleTokens(DecodingStep):
     """A step of one token of each text, read from tensors that change in place, so that it can be replayed.
 
     Args:

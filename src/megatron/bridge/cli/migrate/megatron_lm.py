@@ -28,7 +28,7 @@ TABLES = yaml_text.tables_beside(__file__)
 
 
 @dataclass(frozen=True)
-class Setting:
+class ConfigSetting:
     """A key of a config that an argument sets."""
 
     key: str
@@ -36,45 +36,47 @@ class Setting:
     """None takes the value of the argument."""
 
 
-SETTINGS: dict[str, tuple[Setting, ...]] = {
-    "accumulate-allreduce-grads-in-fp32": (Setting("ddp.grad_reduce_in_fp32", True),),
+SETTINGS: dict[str, tuple[ConfigSetting, ...]] = {
+    "accumulate-allreduce-grads-in-fp32": (ConfigSetting("ddp.grad_reduce_in_fp32", True),),
     "activations-checkpoint-method": (
-        Setting("model.recompute_granularity", "full"),
-        Setting("model.recompute_method"),
+        ConfigSetting("model.recompute_granularity", "full"),
+        ConfigSetting("model.recompute_method"),
     ),
-    "apply-layernorm-1p": (Setting("model.layernorm_zero_centered_gamma", True),),
+    "apply-layernorm-1p": (ConfigSetting("model.layernorm_zero_centered_gamma", True),),
     "checkpoint-activations": (
-        Setting("model.recompute_granularity", "full"),
-        Setting("model.recompute_method", "uniform"),
-        Setting("model.recompute_num_layers", 1),
+        ConfigSetting("model.recompute_granularity", "full"),
+        ConfigSetting("model.recompute_method", "uniform"),
+        ConfigSetting("model.recompute_num_layers", 1),
     ),
-    "disable-bias-linear": (Setting("model.add_bias_linear", False),),
-    "grad-reduce-in-bf16": (Setting("ddp.grad_reduce_in_fp32", False),),
-    "no-bias-gelu-fusion": (Setting("model.bias_activation_fusion", False),),
-    "no-bias-swiglu-fusion": (Setting("model.bias_activation_fusion", False),),
+    "disable-bias-linear": (ConfigSetting("model.add_bias_linear", False),),
+    "grad-reduce-in-bf16": (ConfigSetting("ddp.grad_reduce_in_fp32", False),),
+    "no-bias-gelu-fusion": (ConfigSetting("model.bias_activation_fusion", False),),
+    "no-bias-swiglu-fusion": (ConfigSetting("model.bias_activation_fusion", False),),
     "no-check-for-nan-in-loss-and-grad": (
-        Setting("rerun_state_machine.check_for_nan_in_loss", False),
-        Setting("rerun_state_machine.check_for_nan_in_grad", False),
+        ConfigSetting("rerun_state_machine.check_for_nan_in_loss", False),
+        ConfigSetting("rerun_state_machine.check_for_nan_in_grad", False),
     ),
-    "no-overlap-p2p-communication": (Setting("model.overlap_p2p_comm", False),),
-    "no-rope-fusion": (Setting("model.apply_rope_fusion", False),),
+    "no-overlap-p2p-communication": (ConfigSetting("model.overlap_p2p_comm", False),),
+    "no-rope-fusion": (ConfigSetting("model.apply_rope_fusion", False),),
     "quick-geglu": (
-        Setting("model.gated_linear_unit", True),
-        Setting("model.activation_func", "megatron.core.fusions.fused_bias_geglu.quick_gelu"),
+        ConfigSetting("model.gated_linear_unit", True),
+        ConfigSetting("model.activation_func", "megatron.core.fusions.fused_bias_geglu.quick_gelu"),
     ),
-    "recompute-activations": (Setting("model.recompute_granularity", "selective"),),
-    "seed": (Setting("rng.seed"), Setting("dataset.random_seed")),
-    "seq-length": (Setting("dataset.seq_length"), Setting("model.seq_length")),
-    "squared-relu": (Setting("model.activation_func", "megatron.core.activations.squared_relu"),),
+    "recompute-activations": (ConfigSetting("model.recompute_granularity", "selective"),),
+    "seed": (ConfigSetting("rng.seed"), ConfigSetting("dataset.random_seed")),
+    "seq-length": (ConfigSetting("dataset.seq_length"), ConfigSetting("model.seq_length")),
+    "squared-relu": (
+        ConfigSetting("model.activation_func", "megatron.core.activations.squared_relu"),
+    ),
     "swiglu": (
-        Setting("model.gated_linear_unit", True),
-        Setting("model.activation_func", "torch.nn.functional.silu"),
+        ConfigSetting("model.gated_linear_unit", True),
+        ConfigSetting("model.activation_func", "torch.nn.functional.silu"),
     ),
     "untie-embeddings-and-output-weights": (
-        Setting("model.share_embeddings_and_output_weights", False),
+        ConfigSetting("model.share_embeddings_and_output_weights", False),
     ),
-    "use-rope-scaling": (Setting("model.rope_scaling", True),),
-    "use-rotary-position-embeddings": (Setting("model.position_embedding_type", "rope"),),
+    "use-rope-scaling": (ConfigSetting("model.rope_scaling", True),),
+    "use-rotary-position-embeddings": (ConfigSetting("model.position_embedding_type", "rope"),),
 }
 """Arguments that set several keys, or a key to a value that is not theirs."""
 
@@ -228,16 +230,16 @@ def _fields() -> dict[str, str]:
     return keys_of_arguments
 
 
-def _settings_of(name: str) -> tuple[Setting, ...]:
+def _settings_of(name: str) -> tuple[ConfigSetting, ...]:
     """Return the keys that an argument sets; none if the argument is unknown."""
     if name in SETTINGS:
         return SETTINGS[name]
     fields_by_argument = _fields()
     if name in fields_by_argument:
-        return (Setting(fields_by_argument[name]),)
+        return (ConfigSetting(fields_by_argument[name]),)
     positive_name = name.removeprefix("no-")
     if positive_name != name and positive_name in fields_by_argument:
-        return (Setting(fields_by_argument[positive_name], False),)
+        return (ConfigSetting(fields_by_argument[positive_name], False),)
     return ()
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from megatron.bridge.cli.support import output_files
+from megatron.bridge.cli.support.output_files import header
 from megatron.bridge.cli.support.text_format import write_file
 from megatron.bridge.utils.config import yaml_text
 from megatron.bridge.utils.config.ranges import Range
@@ -62,7 +62,7 @@ class Translation:
         if output is None:
             sys.stdout.write(text)
         else:
-            write_file("--output", output, output_files.header(command) + text)
+            write_file("--output", output, header(command) + text)
         sys.stderr.writelines(f"{line}\n" for line in self.report())
 
     def report(self) -> Iterator[str]:

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron.bridge.cli.rehearse import toy_config
-from megatron.bridge.cli.support.train_job import ADAPTERS, Job, forward_step
+from megatron.bridge.cli.support.train_job import ADAPTERS, TrainJob, forward_step
 from megatron.bridge.models.conversion.auto_bridge import AutoBridge
 from megatron.bridge.models.gpt_provider import drop_mtp_layers
 from megatron.bridge.utils.config.serialize import copy_config
@@ -27,7 +27,7 @@ from megatron.bridge.utils.errors import UserError
 PLAN_FILE, CONFIG_FILE = "plan.json", "toy.yaml"
 
 
-def rehearse(job: Job, steps: int, step_func: str | None, asked: int | None) -> int:
+def rehearse(job: TrainJob, steps: int, step_func: str | None, asked: int | None) -> int:
     """Run the rehearsal, ``steps`` steps before the checkpoint and after it, print its results, remove its files.
 
     ``asked`` is the number of processes of the real job, if it was given.
@@ -58,7 +58,7 @@ def rehearse(job: Job, steps: int, step_func: str | None, asked: int | None) -> 
     return 0
 
 
-def _toy_of(job: Job, world_size: int, steps: int) -> toy_config.Toy:
+def _toy_of(job: TrainJob, world_size: int, steps: int) -> toy_config.Toy:
     small = toy_config.shrink(job.resolve(world_size).config, world_size, steps)
     if job.mode != "pretrain":
         _remove_mtp(small)
@@ -93,7 +93,7 @@ def _process_count(count: int, dimensions: Any) -> str:
 
 
 def _write_plan(
-    folder: Path, job: Job, small: toy_config.Toy, steps: int, step_func: str | None
+    folder: Path, job: TrainJob, small: toy_config.Toy, steps: int, step_func: str | None
 ) -> bool:
     """Write the plan for the worker process; return whether it ends with an export."""
     hf_config = _without_out_of_range_tokens(AutoBridge.hf_config_of(small.config.model))

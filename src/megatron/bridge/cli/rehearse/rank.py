@@ -31,7 +31,7 @@ from megatron.bridge.backends.cpu.without_memory import (
 from megatron.bridge.checkpoint import model_io, saving
 from megatron.bridge.checkpoint.hashing_writer import gc_paused
 from megatron.bridge.cli.support.text_format import columns, say, write_file
-from megatron.bridge.cli.support.train_job import Job
+from megatron.bridge.cli.support.train_job import TrainJob
 from megatron.bridge.data.samplers import MegatronPretrainingSampler
 from megatron.bridge.training import setup
 from megatron.bridge.training.callbacks.base import CallbackManager
@@ -52,7 +52,7 @@ PLANS = 256  # plans that are merged, to estimate the time to merge those of all
 
 
 @dataclass(frozen=True)
-class Part:
+class RehearsedPart:
     name: str
     wall: float  # seconds
     cpu: float  # CPU seconds of this process, which do not depend on other processes
@@ -65,7 +65,7 @@ class Part:
 class Clock:
     """Measures the parts of a setup, one after another."""
 
-    report: Callable[[Part], None]  # called after each part
+    report: Callable[[RehearsedPart], None]  # called after each part
     traffic: Traffic
 
     def measure[T](self, name: str, action: Callable[[], T], describe: Callable[[T], str]) -> T:
@@ -75,7 +75,7 @@ class Clock:
         wall, cpu, memory, received = (
             after - start for start, after in zip(before, self._now(), strict=True)
         )
-        self.report(Part(name, wall, cpu, memory, received, describe(result)))
+        self.report(RehearsedPart(name, wall, cpu, memory, received, describe(result)))
         return result
 
     def _now(self) -> tuple[float, float, float, float]:
@@ -83,7 +83,7 @@ class Clock:
         return time.perf_counter(), time.process_time(), peak, self.traffic.received / 1e6
 
 
-def rehearse_rank(job: Job, rank: int, asked: int | None, file: Path | None) -> int:
+def rehearse_rank(job: TrainJob, rank: int, asked: int | None, file: Path | None) -> int:
     """Rehearse one rank of the job, with ``asked`` processes if given; prints the cost of each part and the messages.
 
     Each message is also written to ``file``, in order, as a line of JSON.
@@ -109,7 +109,7 @@ def rehearse_rank(job: Job, rank: int, asked: int | None, file: Path | None) -> 
     return 0
 
 
-def resolved_config(job: Job, world_size: int) -> ConfigContainer:
+def resolved_config(job: TrainJob, world_size: int) -> ConfigContainer:
     """The config that the rank runs, without its data, weights and adapters."""
     config = job.resolve(world_size).config
     for name in ("peft", "distill", "dpo"):
@@ -134,7 +134,7 @@ def resolved_config(job: Job, world_size: int) -> ConfigContainer:
 
 
 def rehearse_parts(
-    config: ConfigContainer, rank: int, world_size: int, report: Callable[[Part], None]
+    config: ConfigContainer, rank: int, world_size: int, report: Callable[[RehearsedPart], None]
 ) -> list[Message]:
     """Set up the rank and run a step, with a result of ``resolved_config``; ``report`` gets the cost of each part.
 
@@ -255,7 +255,7 @@ def _slices_only(plan: bytes) -> Any:
     return replace(save_plan, items=[item for item in save_plan.items if item.type.name == "SHARD"])
 
 
-def _line(part: Part) -> str:
+def _line(part: RehearsedPart) -> str:
     line = (
         f"{part.name:<24}{part.wall:>9.2f}{part.cpu:>9.2f}{part.memory:>9.0f}{part.received:>10.1f}"
     )

@@ -26,7 +26,7 @@ from megatron.bridge.autotune.search.search import Search
 from megatron.bridge.autotune.vision_tower import tower_flops
 from megatron.bridge.checkpoint import model_io
 from megatron.bridge.cli.support import summary
-from megatron.bridge.cli.support.train_job import Job
+from megatron.bridge.cli.support.train_job import TrainJob
 from megatron.bridge.models.flops import local_flops_per_token
 from megatron.bridge.models.model_provider import ModelProvider
 from megatron.bridge.recipes.teachers import teacher_of
@@ -39,7 +39,8 @@ from megatron.bridge.training.inputs import (
     input_problems,
     with_vocabulary,
 )
-from megatron.bridge.utils.config.origins import DEFAULT, annotated_yaml, leaf_values
+from megatron.bridge.utils.config.keys import leaf_values
+from megatron.bridge.utils.config.origins import DEFAULT, annotated_yaml
 
 
 @dataclass(frozen=True)
@@ -51,7 +52,7 @@ class Report:
     runs: bool = True  # whether the run would start, and fit into memory
 
 
-def report(job: Job, asked: int | None) -> Report:
+def report(job: TrainJob, asked: int | None) -> Report:
     """Return what a dry run prints for ``asked`` processes, or without a number for those of the recipe."""
     given = asked or int(os.environ.get("WORLD_SIZE", "0"))
     world_size = given or job.world_size or 1
@@ -86,7 +87,7 @@ def report(job: Job, asked: int | None) -> Report:
     return Report(annotated_yaml(resolved.config, resolved.origins), _comments(lines), runs)
 
 
-def timeline_page(job: Job, asked: int | None) -> str:
+def timeline_page(job: TrainJob, asked: int | None) -> str:
     """The HTML page of ``--timeline``, for ``asked`` processes: the pipeline of a step, and where its time goes."""
     world_size = asked or job.world_size or 1
     config = job.resolve(world_size, count_rows_here).config
@@ -98,7 +99,7 @@ def timeline_page(job: Job, asked: int | None) -> str:
     )
 
 
-def _teacher_report(job: Job, world_size: int) -> Report:
+def _teacher_report(job: TrainJob, world_size: int) -> Report:
     """The given config, and a summary of the teacher's run over its data."""
     from megatron.bridge.training.distillation.cache_teacher import teacher_run
 
@@ -116,7 +117,7 @@ def _comments(lines: list[str]) -> str:
     return "".join(f"# {line}".rstrip() + "\n" for line in lines)
 
 
-def _differences(job: Job) -> Iterator[str]:
+def _differences(job: TrainJob) -> Iterator[str]:
     if job.recipe is None:
         return
     recipe_values, run_values = leaf_values(job.recipe()), leaf_values(job.config)

@@ -67,7 +67,7 @@ def _fail(sentence: str) -> int:
 
 
 def _of_lost_rank(reason: str) -> str:
-    cause = failure.announced()
+    cause = failure.read_announcement()
     if cause is not None:
         return f"stopped because another rank failed: {cause}"
     return (
@@ -95,13 +95,16 @@ def _is_of_output(error: OSError) -> bool:
         return any(event & select.POLLERR for _, event in watch.poll(0))
     if error.errno != errno.ENOSPC:
         return False
-    return _is_always_full(output) or os.fstatvfs(output).f_bavail == 0
+    return _is_full(output)
 
 
-def _is_always_full(output: int) -> bool:
-    """Return whether ``output`` is ``/dev/full``, with which people test programs."""
-    always_full = Path("/dev/full")
-    return always_full.exists() and os.fstat(output).st_rdev == always_full.stat().st_rdev
+def _is_full(output: int) -> bool:
+    """Return whether nothing can be written to a file, although it is open."""
+    try:
+        os.write(output, b"")  # no effect on a file; ``/dev/full`` refuses even this
+    except OSError as error:
+        return error.errno == errno.ENOSPC
+    return os.fstatvfs(output).f_bavail == 0
 
 
 def _flushed(code: int) -> int:

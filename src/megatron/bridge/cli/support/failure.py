@@ -22,7 +22,7 @@ def announce(rank: int, message: str) -> None:
             return  # the process that holds the store has ended
 
 
-def announced() -> str | None:
+def read_announcement() -> str | None:
     """Return the first error that a rank published, or None if there is none that this rank can read."""
     store = _default_store()
     if store is None:

@@ -8,7 +8,14 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
-from megatron.bridge.cli.support.parser import POSITIONAL, OptionGroup, Parser, count, memory_size
+from megatron.bridge.cli.support.parser import (
+    POSITIONAL,
+    OptionGroup,
+    Parser,
+    count,
+    location,
+    memory_size,
+)
 
 DTYPES = ("float32", "bfloat16", "float16")
 TRAIN_MODES = ("pretrain", "sft", "lora", "dora", "distill", "cache-teacher", "dpo")
@@ -42,6 +49,7 @@ def add_recipe_options(
     add_trust_config(parser)
     parser.add_argument(
         "--hf-model",
+        type=location,
         metavar="ID",
         help=(
             "directory or hub id of a model to train instead of the recipe's: its config, its "
@@ -98,7 +106,9 @@ def add_hf_model(
     description: str = "model directory or hub id",
 ) -> None:
     """Add the Hugging Face model that is converted, and the layout of the conversion."""
-    parser.add_argument("--hf-model", required=required, metavar="ID", help=description)
+    parser.add_argument(
+        "--hf-model", type=location, required=required, metavar="ID", help=description
+    )
     add_parallel_sizes(parser)
 
 
@@ -133,11 +143,13 @@ def add_model_options(parser: Parser, max_requests: int = 32) -> None:
     )
     parser.add_argument(
         "model",
+        type=location,
         metavar="PATH",
         help="Hugging Face directory or hub id, Megatron checkpoint, or run with adapters",
     )
     parser.add_argument(
         "--adapter",
+        type=location,
         metavar="DIR",
         help=(
             "run, checkpoint or peft directory to put on the model; none leaves out one in its "

@@ -1,20 +1,55 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which existing files a command replaces: those that an earlier call of the same command wrote."""
+"""Types of options that name a file to write.
+
+A command never writes over one of its inputs, and it replaces a file only if an earlier call of the same command wrote
+it. The type of the option says how such a file is recognized: ``parser.add_argument("--report", type=HtmlPage)``.
+"""
 
 import argparse
 import json
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 from megatron.bridge.utils.errors import UserError
 
-# (command, option) of a JSON file -> keys by which its contents are recognized
-_JSON_KEYS = {
-    ("eval", "output"): ("results", "configs"),
-    ("verify", "certificate"): ("holds", "tensors"),
-}
-_YAML_COMMANDS = ("tune", "launch", "from-megatron-lm", "from-trainer")  # option ``output``
-_PAGES = ("report", "timeline", "html")
+
+class OutputFile(Path):
+    """A file that a command writes, and replaces if it exists."""
+
+    def is_written_by(self, command: str) -> bool:
+        """Return whether the file, which exists and is not empty, may be replaced."""
+        del command
+        return True
+
+
+class YamlFile(OutputFile):
+    """Starts with ``header``."""
+
+    def is_written_by(self, command: str) -> bool:
+        return _read_head(self).startswith(header(command))
+
+
+class HtmlPage(OutputFile):
+    """Any HTML page counts as one that the command wrote."""
+
+    def is_written_by(self, command: str) -> bool:
+        return _read_head(self).lstrip().lower().startswith("<!doctype html")
+
+
+class JsonFile(OutputFile):
+    """A JSON object that has all ``keys``."""
+
+    keys: ClassVar[tuple[str, ...]]
+
+    def is_written_by(self, command: str) -> bool:
+        try:
+            contents: Any = json.loads(self.read_text())
+        except (OSError, ValueError):
+            return False
+        if not isinstance(contents, dict):
+            return False
+        stored = cast("dict[str, Any]", contents)
+        return all(key in stored for key in self.keys)
 
 
 def header(command: str) -> str:
@@ -22,37 +57,43 @@ def header(command: str) -> str:
     return f"# written by megatron-bridge {command}\n"
 
 
-def refuse_unrelated_files(command: str, args: argparse.Namespace) -> None:
-    """Refuse to replace a file that the same command has not written, before anything is computed."""
-    for option, value in vars(args).items():
-        path = Path(value) if isinstance(value, (str, Path)) else None
-        is_output = (
-            (command, option) in _JSON_KEYS
-            or option in _PAGES
-            or (option == "output" and command in _YAML_COMMANDS)
-        )
-        if not is_output or path is None or not path.is_file():
+def check_outputs(command: str, args: argparse.Namespace) -> None:
+    """Refuse output files that the command also reads, and those that it has not written.
+
+    Raises:
+        UserError: with the option and the file, before anything is computed.
+    """
+    values = vars(args)
+    inputs = {name: value for name, value in values.items() if not isinstance(value, OutputFile)}
+    for option, path in values.items():
+        if not isinstance(path, OutputFile) or not path.exists():
             continue
-        if path.stat().st_size and not _is_of_command(command, option, path):
+        _refuse_input(option, path, inputs)
+        if path.is_file() and path.stat().st_size and not path.is_written_by(command):
             raise UserError(
                 f"--{option} {path} exists, and `megatron-bridge {command}` did not write it: choose another file, "
                 "or move it"
             )
 
 
-def _is_of_command(command: str, option: str, path: Path) -> bool:
-    if option in _PAGES:
-        return _read_head(path).lstrip().lower().startswith("<!doctype html")
-    if (command, option) not in _JSON_KEYS:
-        return _read_head(path).startswith(header(command))
+def _refuse_input(option: str, path: OutputFile, inputs: dict[str, Any]) -> None:
+    for name, value in inputs.items():
+        items = value if isinstance(value, list | tuple) else [value]
+        for item in cast("list[Any]", items):
+            if _is_same_file(item, path):
+                raise UserError(
+                    f"--{option} {path} is also what the command reads as {name}, and would be overwritten: choose "
+                    "another file"
+                )
+
+
+def _is_same_file(value: Any, path: Path) -> bool:
+    if not isinstance(value, str | Path):
+        return False
     try:
-        contents: Any = json.loads(path.read_text())
-    except (OSError, ValueError):
+        return Path(value).samefile(path)
+    except (OSError, ValueError):  # not a path, or no file
         return False
-    if not isinstance(contents, dict):
-        return False
-    stored = cast("dict[str, Any]", contents)
-    return all(key in stored for key in _JSON_KEYS[command, option])
 
 
 def _read_head(path: Path) -> str:

@@ -8,6 +8,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from megatron.bridge.utils.errors import UserError
+from megatron.bridge.utils.storage_paths import split
+
 type OptionGroup = argparse._ArgumentGroup
 """What ``parser.add_argument_group`` returns."""
 
@@ -31,12 +34,11 @@ class HelpFormatter(argparse.HelpFormatter):
 class Parser(argparse.ArgumentParser):
     """Takes options by their full names, with ``-`` or ``_`` between the words.
 
-    ``type=Path`` refuses an empty path. Parsers of subcommands are of this class, too.
+    ``type=Path``, or a class of paths, refuses an empty path. Parsers of subcommands are of this class, too.
     """
 
     def __init__(self, *, formatter_class: Any = HelpFormatter, **options: Any) -> None:
         super().__init__(formatter_class=formatter_class, allow_abbrev=False, **options)
-        self.register("type", Path, _nonempty_path)
         self._hidden_names: dict[str, str] = {}
         self._options_of_words: tuple[str, ...] = ()
 
@@ -57,6 +59,15 @@ class Parser(argparse.ArgumentParser):
         if self._options_of_words and not any(word.startswith("-") for word in unknown):
             unknown = self._set_options_of_words(parsed, unknown)
         return parsed, unknown
+
+    def _get_value(self, action: argparse.Action, arg_string: str) -> Any:
+        """Convert a word to the type of an option, as argparse does, but refuse empty paths."""
+        if isinstance(action.type, type) and issubclass(action.type, Path):
+            try:
+                _refuse_empty_path(arg_string)
+            except argparse.ArgumentTypeError as error:
+                raise argparse.ArgumentError(action, str(error)) from None
+        return super()._get_value(action, arg_string)  # pyright: ignore[reportAttributeAccessIssue]
 
     def add_options_of_words(self, *names: str) -> None:
         """Accept the values of these options, in this order, also without the names of the options."""
@@ -116,11 +127,31 @@ def workers(text: str) -> int:
     return int(text)
 
 
-def _nonempty_path(text: str) -> Path:
+def _refuse_empty_path(text: str) -> None:
     """Refuse an empty path: ``--output "$OUT"`` with OUT unset would mean the working directory."""
     if not text:
         raise argparse.ArgumentTypeError("the path is empty: is a variable of the shell not set?")
-    return Path(text)
+
+
+def location(text: str) -> str:
+    """The ``type`` of an option that takes a path, a hub id, or a URL of object storage.
+
+    A URL becomes its local folder.
+    """
+    if split(text) is None:
+        return text
+    from megatron.bridge.utils import storage
+
+    try:
+        return str(storage.local(text))
+    except UserError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
+def location_path(text: str) -> Path:
+    """The ``type`` of an option that takes a path or a URL of object storage."""
+    _refuse_empty_path(text)
+    return Path(location(text))
 
 
 _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}

@@ -20,8 +20,9 @@ from megatron.bridge.training.config.early import check_early
 from megatron.bridge.utils.atomic import read_text
 from megatron.bridge.utils.config import yaml_text
 from megatron.bridge.utils.config.interpolation import references_in, resolve_tree
+from megatron.bridge.utils.config.keys import leaf_values
 from megatron.bridge.utils.config.names import TARGET, importing, locate
-from megatron.bridge.utils.config.origins import Origins, leaf_values
+from megatron.bridge.utils.config.origins import Origins
 from megatron.bridge.utils.config.overrides import (
     Change,
     Layer,
@@ -43,7 +44,7 @@ _OVERRIDE = re.compile(r"[A-Za-z_]\w*(\.\w+|\[\w+\])*=")
 
 
 @dataclass
-class Job:
+class TrainJob:
     """The job that the arguments of a command describe."""
 
     config: "ConfigContainer"  # all settings, not resolved yet
@@ -78,7 +79,7 @@ def is_override(word: str) -> bool:
     return _OVERRIDE.match(word) is not None
 
 
-def prepare(args: argparse.Namespace) -> Job:
+def prepare(args: argparse.Namespace) -> TrainJob:
     with importing(args.trust_config):
         job = _configured(args)
     job.changes += _follow_checkpoint(job)
@@ -94,7 +95,7 @@ def prepare(args: argparse.Namespace) -> Job:
     return job
 
 
-def _configured(args: argparse.Namespace) -> Job:
+def _configured(args: argparse.Namespace) -> TrainJob:
     """The config of the recipe or file, with everything that was set on it."""
     overrides = [*args.overrides, *_overrides_after_data(args)]
     values = _read_config(args.config) if args.config else {}
@@ -118,7 +119,7 @@ def _configured(args: argparse.Namespace) -> Job:
     return job
 
 
-def _check_adapters(job: Job, overrides: Sequence[str]) -> None:
+def _check_adapters(job: TrainJob, overrides: Sequence[str]) -> None:
     """Refuse settings of adapters in a run without them."""
     values = {key: value for key, _, value in (word.partition("=") for word in overrides)}
     members = [key for key in values if key.startswith("peft.")]
@@ -131,7 +132,7 @@ def _check_adapters(job: Job, overrides: Sequence[str]) -> None:
         raise UserError(f"peft={values['peft']} is an option: write --peft-scheme {values['peft']}")
 
 
-def _follow_checkpoint(job: Job) -> list[Change]:
+def _follow_checkpoint(job: TrainJob) -> list[Change]:
     """Use the tokenizer of the weights that the user chose, unless the user chose a tokenizer, too."""
     from megatron.bridge.models.conversion.pretrained import tokenizer_of
 
@@ -153,7 +154,7 @@ def _follow_checkpoint(job: Job) -> list[Change]:
     ]
 
 
-def _pack(job: Job) -> list[Change]:
+def _pack(job: TrainJob) -> list[Change]:
     """Pack samples into rows of ``seq_length`` tokens, with micro-batch size 1 unless the user set another."""
     from megatron.bridge.data.config import PackedSequenceSpecs, SFTDatasetConfig
 
@@ -191,7 +192,7 @@ def _overrides_after_data(args: argparse.Namespace) -> list[str]:
     return overrides
 
 
-def _check_length(job: Job) -> None:
+def _check_length(job: TrainJob) -> None:
     """Refuse steps together with epochs; epochs override the steps of a recipe."""
     train = job.config.train
     if train.num_epochs is not None and "train.train_iters" in {
@@ -203,7 +204,7 @@ def _check_length(job: Job) -> None:
         )
 
 
-def _check_mode(job: Job, args: argparse.Namespace) -> None:
+def _check_mode(job: TrainJob, args: argparse.Namespace) -> None:
     if job.mode in OWN_STEP and args.step_func not in (None, "gpt_step"):
         raise UserError(
             f"--step-func {args.step_func} cannot be used with --mode {job.mode}, which has its own forward step: "
@@ -221,7 +222,7 @@ def _check_mode(job: Job, args: argparse.Namespace) -> None:
         )
 
 
-def _start(args: argparse.Namespace) -> Job:
+def _start(args: argparse.Namespace) -> TrainJob:
     if args.hf_model is not None:
         hub.local_folder(args.hf_model)  # before anything slow is imported
     if args.recipe is None and args.hf_model is not None and args.model_alone:
@@ -247,7 +248,7 @@ def _read_config(path: Path) -> dict[str, Any]:
 
 def _from_whole_file(
     args: argparse.Namespace, values: dict[str, Any], references: list[Layer]
-) -> Job:
+) -> TrainJob:
     of_recipes = {"hf-model": args.hf_model, "data": args.data, "peft-scheme": args.peft_scheme}
     extra = [
         name for name, value in {"recipe": args.recipe, **of_recipes}.items() if value is not None
@@ -266,10 +267,10 @@ def _from_whole_file(
     apply_layers(config, references)
     settle_types(config)
     mode = "pretrain" if config.checkpoint.pretrained_checkpoint is None else "sft"
-    return Job(config, Origins.of(config, f"file {args.config}"), str(args.config), mode, None)
+    return TrainJob(config, Origins.of(config, f"file {args.config}"), str(args.config), mode, None)
 
 
-def _from_recipe(recipe: Recipe, args: argparse.Namespace) -> Job:
+def _from_recipe(recipe: Recipe, args: argparse.Namespace) -> TrainJob:
     options = _data_option(recipe, args.data) | _adapter_option(recipe, args)
     if args.hf_model is not None:
         options["hf_model"] = args.hf_model
@@ -283,7 +284,7 @@ def _from_recipe(recipe: Recipe, args: argparse.Namespace) -> Job:
     origins = Origins.of(config)
     if options:
         origins.record_given(config, leaf_values(recipe()), "command line")
-    return Job(config, origins, recipe.name, recipe.mode, recipe.gpus, recipe)
+    return TrainJob(config, origins, recipe.name, recipe.mode, recipe.gpus, recipe)
 
 
 def _dpo_options(has_adapters: bool) -> dict[str, Any]:
@@ -294,13 +295,13 @@ def _dpo_options(has_adapters: bool) -> dict[str, Any]:
     return {name: values[name] for name in ("lr", "warmup_fraction")}
 
 
-def _from_model(args: argparse.Namespace) -> Job:
+def _from_model(args: argparse.Namespace) -> TrainJob:
     """Pretraining of any model in the layout of one process, for commands that only measure or predict."""
     size = CheckpointSize(args.hf_model, numbers={}, published=False)
     config = builders.pretrain(
         size, {"hf_model": args.hf_model, "seq_length": args.seq_length or 4096, "lr": 3e-4}
     )
-    return Job(config, Origins.of(config), args.hf_model, "pretrain", None)
+    return TrainJob(config, Origins.of(config), args.hf_model, "pretrain", None)
 
 
 def _adapter_option(recipe: Recipe, args: argparse.Namespace) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megatron.bridge.cli.support.train_job import Job
+from megatron.bridge.cli.support.train_job import TrainJob
 from megatron.bridge.utils import loss_curves
 from megatron.bridge.utils.config.overrides import Layer, apply_layers
 from megatron.bridge.utils.config.serialize import copy_config, dump_yaml
@@ -23,7 +23,7 @@ _FIRST = 4  # steps of the first round, of which two are not counted; each round
 _WARM = 2
 
 
-def run(job: Job, search: "Search", prices: "list[Price]") -> "list[Price]":
+def run(job: TrainJob, search: "Search", prices: "list[Price]") -> "list[Price]":
     """Return ``prices`` with measured seconds, fastest first; layouts that lost a round follow the winners."""
     steps, left, out = _FIRST, list(prices), []
     while left:
@@ -37,7 +37,7 @@ def run(job: Job, search: "Search", prices: "list[Price]") -> "list[Price]":
     return out
 
 
-def _measured(job: Job, search: "Search", price: "Price", steps: int) -> "Price":
+def _measured(job: TrainJob, search: "Search", price: "Price", steps: int) -> "Price":
     """Return ``price`` with the median step time of a real run."""
     config = with_layout(job, search, price)
     with tempfile.TemporaryDirectory() as folder:
@@ -71,7 +71,7 @@ def _measured(job: Job, search: "Search", price: "Price", steps: int) -> "Price"
     return replace(price, prediction=price.prediction.scaled(seconds / price.seconds))
 
 
-def with_layout(job: Job, search: "Search", price: "Price") -> Any:
+def with_layout(job: TrainJob, search: "Search", price: "Price") -> Any:
     """Return the config of the job with the layout of ``price``."""
     config = copy_config(job.config)
     apply_layers(config, [Layer("tune", overrides=overrides(search, price))])

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from megatron.bridge.cli.support.parser import count
 from megatron.bridge.cli.support.text_format import columns
-from megatron.bridge.cli.support.train_job import Job
+from megatron.bridge.cli.support.train_job import TrainJob
 from megatron.bridge.utils.errors import UserError
 
 if TYPE_CHECKING:
@@ -83,7 +83,7 @@ def add_rl_options(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def text(job: Job, search: "Search", args: argparse.Namespace) -> str:
+def text(job: TrainJob, search: "Search", args: argparse.Namespace) -> str:
     from megatron.bridge.autotune.rl import RLSearch, settings
 
     if not 0 <= args.engine_memory < 1:
@@ -110,7 +110,7 @@ def text(job: Job, search: "Search", args: argparse.Namespace) -> str:
     return "\n".join([*_lines(steps), "", *_keys(keys)]) + "\n"
 
 
-def _jobs(args: argparse.Namespace) -> "list[rl.Job]":
+def _jobs(args: argparse.Namespace) -> "list[rl.RLJob]":
     from megatron.bridge.autotune import rl
 
     limit = args.max_prompt_length + args.max_response_length
@@ -119,7 +119,7 @@ def _jobs(args: argparse.Namespace) -> "list[rl.Job]":
         lengths = rl.read_lengths(args.lengths)
         limit = int(lengths.max())
     return [
-        rl.Job(
+        rl.RLJob(
             lengths=lengths,
             max_token_len=tokens,
             log_prob_max_token_len=args.log_prob_max_token_len or 2 * tokens,
@@ -132,7 +132,7 @@ def _jobs(args: argparse.Namespace) -> "list[rl.Job]":
     ]
 
 
-def _lines(steps: "list[rl.Step]") -> Iterator[str]:
+def _lines(steps: "list[rl.RLStep]") -> Iterator[str]:
     lengths = steps[0].job.lengths
     yield (
         f"{len(lengths):,} samples of {lengths.min():,} to {lengths.max():,} tokens, {lengths.sum():,} together. "
@@ -159,7 +159,7 @@ def _keys(keys: dict[str, dict[str, Any]]) -> Iterator[str]:
         yield f"{name}: " + " ".join(f"{key}={value}" for key, value in values.items())
 
 
-def _as_json(step: "rl.Step") -> dict[str, Any]:
+def _as_json(step: "rl.RLStep") -> dict[str, Any]:
     return {
         "layout": step.price.candidate.label(),
         "max_token_len": step.job.max_token_len,

@@ -18,7 +18,7 @@ from megatron.bridge.data.preference.pairs import PairEncoder, PairRows
 from megatron.bridge.data.records.encoding import (
     NO_TARGET,
     TOO_LONG,
-    Draft,
+    EncodedRecord,
     EncodedRecords,
     RecordEncoder,
 )
@@ -47,10 +47,12 @@ class TargetAtEnd(RecordEncoder):
             return ids
         return ids + appended_tokens(self.tokenizer.hf)
 
-    def _keep(self, draft: Draft, report: EncodingReport) -> bool:
+    def _keep(self, draft: EncodedRecord, report: EncodingReport) -> bool:
         if not len(draft.sample.tokens):
             raise UserError(f"{draft.where}: the text is empty: remove the record")
-        return super()._keep(Draft(draft.where, _with_target(draft.sample, _PLACE_HOLDER)), report)
+        return super()._keep(
+            EncodedRecord(draft.where, _with_target(draft.sample, _PLACE_HOLDER)), report
+        )
 
     def _truncate(self, sample: Sample, report: EncodingReport, location: str) -> Sample:
         limit = self.rules.max_tokens - 1

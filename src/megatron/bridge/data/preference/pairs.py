@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from megatron.bridge.data.finetuning.rows import Row, SampleRows, make_row
-from megatron.bridge.data.records.encoding import Draft, EncodedRecords, RecordEncoder
+from megatron.bridge.data.records.encoding import EncodedRecord, EncodedRecords, RecordEncoder
 from megatron.bridge.data.records.formats import Record, expect
 from megatron.bridge.data.records.samples import EncodingReport, Sample, Samples
 from megatron.bridge.data.records.sources import LocatedRecord
@@ -63,7 +63,7 @@ class PairEncoder(RecordEncoder):
         report.drop(INCOMPLETE, location)
         return []
 
-    def _keep(self, draft: Draft, report: EncodingReport) -> bool:
+    def _keep(self, draft: EncodedRecord, report: EncodingReport) -> bool:
         length, limit = len(draft.sample.tokens) - 1, self.rules.max_tokens - 1
         if self.rules.truncation == "refuse" and length > limit:
             raise UserError(

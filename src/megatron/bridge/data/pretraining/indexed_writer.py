@@ -134,7 +134,7 @@ class WriterState:
         write_text(path, json.dumps(asdict(self)))
 
 
-class Lengths(NamedTuple):
+class DocumentLengths(NamedTuple):
     """Where the lengths of ``count`` documents lie in a file, as int32."""
 
     path: Path
@@ -142,7 +142,7 @@ class Lengths(NamedTuple):
     count: int
 
 
-def write_index(path: Path, dtype: Any, files: list[Lengths]) -> None:
+def write_index(path: Path, dtype: Any, files: list[DocumentLengths]) -> None:
     """Write Megatron-Core's index of consecutive documents with an amount of memory independent of their number."""
     width, count = np.dtype(dtype).itemsize, sum(file.count for file in files)
     end = 0
@@ -160,7 +160,7 @@ def write_index(path: Path, dtype: Any, files: list[Lengths]) -> None:
         os.fsync(index.fileno())
 
 
-def _length_blocks(files: list[Lengths]) -> Iterator[np.ndarray]:
+def _length_blocks(files: list[DocumentLengths]) -> Iterator[np.ndarray]:
     for path, offset, count in files:
         for first in range(0, count, BLOCK):
             yield np.fromfile(path, np.int32, min(BLOCK, count - first), offset=offset + 4 * first)
@@ -248,7 +248,9 @@ class IndexedDatasetWriter:
     def _finish(self) -> None:
         self._save()
         write_index(
-            self._index, self._dtype, [Lengths(self._lengths_path, 0, self.state.report.documents)]
+            self._index,
+            self._dtype,
+            [DocumentLengths(self._lengths_path, 0, self.state.report.documents)],
         )
         tokens, index, source = (
             _path_with_ending(self._prefix, end) for end in (".bin", ".idx", ".source.json")

@@ -34,7 +34,7 @@ TEXT: dict[str, Format] = {".txt": "text", ".text": "text", ".md": "text"}
 SUFFIXES: dict[str, Format] = {".jsonl": "jsonl", ".json": "jsonl", TABLE: "jsonl", **TEXT}
 
 
-class Part(NamedTuple):
+class InputPart(NamedTuple):
     """A part of an input, between two bytes, two row groups of a table, or two files of a dataset on the hub."""
 
     url: str
@@ -60,7 +60,7 @@ class DocumentChunk(NamedTuple):
     end: InputPosition
 
 
-def find_parts(config: "PreprocessConfig") -> list[Part]:
+def find_parts(config: "PreprocessConfig") -> list[InputPart]:
     """Return each input as one part; a pattern stands for the matching files, sorted by name."""
     with ThreadPoolExecutor(REQUESTS) as pool:
         return list(
@@ -68,11 +68,13 @@ def find_parts(config: "PreprocessConfig") -> list[Part]:
         )
 
 
-def divided(config: "PreprocessConfig", parts: Iterable[Part], size: int) -> list[list[Part]]:
+def divided(
+    config: "PreprocessConfig", parts: Iterable[InputPart], size: int
+) -> list[list[InputPart]]:
     """Divide the inputs into shards of about ``size`` bytes, in order: pieces of large inputs, groups of small ones."""
     with ThreadPoolExecutor(REQUESTS) as pool:
         pieces = list(chain(*pool.map(lambda part: _divide_part(config, part, size), parts)))
-    shards: list[list[Part]] = []
+    shards: list[list[InputPart]] = []
     free_bytes = 0
     for piece in pieces:
         if not shards or not 0 < piece.size <= free_bytes:
@@ -84,7 +86,7 @@ def divided(config: "PreprocessConfig", parts: Iterable[Part], size: int) -> lis
 
 
 def read_chunks(
-    config: "PreprocessConfig", parts: list[Part], start: InputPosition
+    config: "PreprocessConfig", parts: list[InputPart], start: InputPosition
 ) -> Iterator[DocumentChunk]:
     """Yield the documents of ``parts`` after ``start``, in pieces of about a megabyte."""
     for index, part in enumerate(parts):
@@ -97,7 +99,7 @@ def read_chunks(
 
 
 def _read_part(
-    config: "PreprocessConfig", part: Part, position: InputPosition
+    config: "PreprocessConfig", part: InputPart, position: InputPosition
 ) -> Iterator[DocumentChunk]:
     if _is_document(config, part):
         with _opened_input(part.url) as file:
@@ -114,11 +116,11 @@ def _read_part(
         position = end
 
 
-def _is_document(config: "PreprocessConfig", part: Part) -> bool:
+def _is_document(config: "PreprocessConfig", part: InputPart) -> bool:
     return part.format == "text" and config.text_document == "file"
 
 
-def _read_lines(part: Part, position: InputPosition) -> Iterator[list[bytes]]:
+def _read_lines(part: InputPart, position: InputPosition) -> Iterator[list[bytes]]:
     """Yield the lines that begin between ``position`` and the end of the part."""
     offset, end = position.offset, sys.maxsize if part.end is None else part.end
     with _opened_input(part.url) as file:
@@ -143,7 +145,7 @@ def _lines_within(file: io.BufferedReader, size: int) -> list[bytes]:
 
 
 def _read_rows(
-    config: "PreprocessConfig", part: Part, position: InputPosition
+    config: "PreprocessConfig", part: InputPart, position: InputPosition
 ) -> Iterator[list[bytes]]:
     lines: list[bytes] = []
     size = 0
@@ -158,7 +160,7 @@ def _read_rows(
         yield lines
 
 
-def _table_rows(config: "PreprocessConfig", part: Part) -> Iterator[dict[str, Any]]:
+def _table_rows(config: "PreprocessConfig", part: InputPart) -> Iterator[dict[str, Any]]:
     with _opened_table(part.url) as table:
         groups = list(range(part.start, table.num_row_groups if part.end is None else part.end))
         only = part.format != "chat" and config.json_key in table.schema_arrow.names
@@ -168,7 +170,7 @@ def _table_rows(config: "PreprocessConfig", part: Part) -> Iterator[dict[str, An
             yield from batch.to_pylist()
 
 
-def _hub_rows(part: Part) -> Iterator[dict[str, Any]]:
+def _hub_rows(part: InputPart) -> Iterator[dict[str, Any]]:
     stream = _hub_source(part.url)._load()
     for shard_index in range(part.start, stream.num_shards if part.end is None else part.end):
         yield from stream.shard(stream.num_shards, shard_index, contiguous=True)
@@ -193,9 +195,9 @@ def _hub_source(url: str) -> HubSource:
     )
 
 
-def _find_parts(url: str, kind: Format | None) -> list[Part]:
+def _find_parts(url: str, kind: Format | None) -> list[InputPart]:
     if url.startswith(HUB):
-        return [Part(url, kind or "jsonl", 0, _hub_source(url).revision or "")]
+        return [InputPart(url, kind or "jsonl", 0, _hub_source(url).revision or "")]
     with _naming_input(url):
         files, path = _file_system_of(url)
         if "*" in url:
@@ -215,7 +217,7 @@ def _find_parts(url: str, kind: Format | None) -> list[Part]:
         "",
     )
     return [
-        Part(
+        InputPart(
             url.removeprefix("file://"),
             kind or _format_of(url),
             info["size"] or 0,
@@ -234,7 +236,7 @@ def _format_of(url: str) -> Format:
     return SUFFIXES[plain.suffix]
 
 
-def _divide_part(config: "PreprocessConfig", part: Part, size: int) -> list[Part]:
+def _divide_part(config: "PreprocessConfig", part: InputPart, size: int) -> list[InputPart]:
     """Divide the input into pieces of about ``size`` bytes, if it can be read from any position."""
     with _naming_input(part.url):
         if part.url.startswith(HUB):

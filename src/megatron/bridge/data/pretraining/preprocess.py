@@ -25,7 +25,7 @@ from megatron.bridge.data.pretraining.indexed_writer import (
 from megatron.bridge.data.pretraining.inputs import (
     DocumentChunk,
     Format,
-    Part,
+    InputPart,
     find_parts,
     read_chunks,
 )
@@ -166,7 +166,7 @@ def preprocess(config: PreprocessConfig) -> PreprocessReport:
     return report
 
 
-def checked_parts(config: PreprocessConfig) -> list[Part]:
+def checked_parts(config: PreprocessConfig) -> list[InputPart]:
     if config.workers < 1:
         raise UserError(f"--workers={config.workers}: it must be at least 1")
     if config.chat_template is not None and config.format != "chat":
@@ -196,7 +196,7 @@ def dataset_key(
     return hashlib.blake2b(json.dumps(parts).encode(), digest_size=12).hexdigest()
 
 
-def _content_hashes(parts: list[Part]) -> list[str]:
+def _content_hashes(parts: list[InputPart]) -> list[str]:
     """Return hashes of local files, which may move, and the versions of remote files, which are not read twice."""
     paths = [Path(part.url) for part in parts]
     return [

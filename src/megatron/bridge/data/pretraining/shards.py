@@ -26,15 +26,15 @@ from megatron.core.datasets.indexed_dataset import IndexedDataset, _BinReader, _
 
 from megatron.bridge.data.pretraining.indexed_writer import (
     HEADER,
+    DocumentLengths,
     IndexedDatasetWriter,
-    Lengths,
     WriterState,
     check_digests,
     digest,
     finished_state,
     write_index,
 )
-from megatron.bridge.data.pretraining.inputs import Part, divided, read_chunks
+from megatron.bridge.data.pretraining.inputs import InputPart, divided, read_chunks
 from megatron.bridge.data.pretraining.preprocess import (
     DocumentEncoder,
     PreprocessConfig,
@@ -92,7 +92,7 @@ class ShardPlan:
     key: str  # hash of everything that determines the corpus
     tokenizer: str  # hash of the tokenizer
     token_bytes: int
-    shards: list[list[Part]]
+    shards: list[list[InputPart]]
 
     @classmethod
     def of(
@@ -118,7 +118,7 @@ class ShardPlan:
         saved = strict_json.read(path)
         try:
             config = saved["config"] | {"output_prefix": Path(saved["config"]["output_prefix"])}
-            shards = [[Part(*part) for part in shard["parts"]] for shard in saved["shards"]]
+            shards = [[InputPart(*part) for part in shard["parts"]] for shard in saved["shards"]]
             return cls(
                 PreprocessConfig(**config),
                 saved["key"],
@@ -362,7 +362,7 @@ def _join_shards(plan: ShardPlan) -> dict[str, Any]:
             write_index(
                 aside,
                 f"u{plan.token_bytes}",
-                [Lengths(file, HEADER.size, at.documents) for file, at in pairs],
+                [DocumentLengths(file, HEADER.size, at.documents) for file, at in pairs],
             )
         plan.save(states, digests={".idx": digest(index)}, **sums)
     shutil.rmtree(plan.folder / "incomplete", ignore_errors=True)

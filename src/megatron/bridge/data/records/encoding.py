@@ -90,7 +90,7 @@ class EncodedRecords(NamedTuple):
     report: EncodingReport
 
 
-class Draft(NamedTuple):
+class EncodedRecord(NamedTuple):
     """A sample before truncation, and the place of its record (file and line)."""
 
     where: str
@@ -122,7 +122,9 @@ class RecordEncoder:
         report.notes = +report.notes  # + removes counts of 0
         return EncodedRecords(samples, report)
 
-    def _drafts(self, records: Sequence[LocatedRecord], report: EncodingReport) -> Iterator[Draft]:
+    def _drafts(
+        self, records: Sequence[LocatedRecord], report: EncodingReport
+    ) -> Iterator[EncodedRecord]:
         """Tokenize all records in one call, which is several times as fast as one call per record."""
         parsed = list(self._parse(records, report))
         chats = self._chats(
@@ -135,7 +137,7 @@ class RecordEncoder:
         )
         plain = self._plain([item for _, item in parsed if not isinstance(item, Chat)])
         for location, item in parsed:
-            yield Draft(location, next(chats if isinstance(item, Chat) else plain))
+            yield EncodedRecord(location, next(chats if isinstance(item, Chat) else plain))
 
     def _processed(
         self, records: Sequence[LocatedRecord], report: EncodingReport
@@ -315,7 +317,7 @@ class RecordEncoder:
                 self._check_count(ids, chat)
             yield Sample(ids, trained, chat.images)
 
-    def _keep(self, draft: Draft, report: EncodingReport) -> bool:
+    def _keep(self, draft: EncodedRecord, report: EncodingReport) -> bool:
         image_limit = self.media.max_image_tokens if self.media else None
         if image_limit is not None and self._image_tokens(draft.sample) > image_limit:
             return self._keep_images(draft, report, image_limit)
@@ -332,7 +334,7 @@ class RecordEncoder:
         report.drop(TOO_LONG, draft.where)
         return False
 
-    def _keep_images(self, draft: Draft, report: EncodingReport, image_limit: int) -> bool:
+    def _keep_images(self, draft: EncodedRecord, report: EncodingReport, image_limit: int) -> bool:
         """Drop or refuse a sample with too many image tokens."""
         if self.rules.truncation == "drop":
             report.drop(TOO_MANY_IMAGES, draft.where)

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as torch_dist
 from torch import Tensor
 
-from megatron.bridge.inference.refit.packing import Slot, buffer_bytes
+from megatron.bridge.inference.refit.packing import BucketSlot, buffer_bytes
 from megatron.bridge.inference.refit.sender import RefitReport, sent
 from megatron.bridge.inference.refit.stream import BUCKET_BYTES, WeightInfo, WeightStream
 from megatron.bridge.utils.errors import UserError, did_you_mean
@@ -85,7 +85,7 @@ def broadcast_weights(
     return sent(stream, push, changed_only)
 
 
-def dense_layout(infos: Sequence[WeightInfo], bucket_bytes: int) -> list[list[Slot]]:
+def dense_layout(infos: Sequence[WeightInfo], bucket_bytes: int) -> list[list[BucketSlot]]:
     """Return contents and offsets of each bucket as the engines compute them.
 
     Example:
@@ -93,7 +93,7 @@ def dense_layout(infos: Sequence[WeightInfo], bucket_bytes: int) -> list[list[Sl
         >>> [[(slot.info.name, slot.start) for slot in bucket] for bucket in dense_layout(infos, 60)]
         [[('a', 0), ('b', 40)], [('c', 0)]]
     """
-    buckets: list[list[Slot]] = []
+    buckets: list[list[BucketSlot]] = []
     for info in infos:
         start = buckets[-1][-1].stop if buckets else 0
         if not buckets or start > bucket_bytes:
@@ -104,7 +104,7 @@ def dense_layout(infos: Sequence[WeightInfo], bucket_bytes: int) -> list[list[Sl
                 f"tensor {info.name} of {info.dtype} would begin at byte {start} of its bucket, which is not aligned "
                 "for its dtype: give WeightStream(dtype=), so that all tensors have one dtype"
             )
-        buckets[-1].append(Slot(info, start))
+        buckets[-1].append(BucketSlot(info, start))
     return buckets
 
 
@@ -144,8 +144,8 @@ def _to_sglang(
 
 
 def _broadcast_buckets(
-    group: Any, buckets: Sequence[Sequence[Slot]], writes: Iterator[Write]
-) -> Iterator[Sequence[Slot]]:
+    group: Any, buckets: Sequence[Sequence[BucketSlot]], writes: Iterator[Write]
+) -> Iterator[Sequence[BucketSlot]]:
     """Yield each bucket when it is full; its broadcast overlaps with filling the next bucket."""
     device = torch.cuda.current_device()
     buffers = [

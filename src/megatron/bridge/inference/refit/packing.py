@@ -22,7 +22,7 @@ ALIGNMENT = 64
 
 
 @dataclass(frozen=True)
-class Slot:
+class BucketSlot:
     """The place of a tensor in its bucket."""
 
     info: WeightInfo  # the tensor
@@ -37,7 +37,7 @@ class Slot:
         return buffer[self.start : self.stop].view(self.info.dtype).view(self.info.shape)
 
 
-def layout(infos: Sequence[WeightInfo], bucket_bytes: int) -> list[list[Slot]]:
+def layout(infos: Sequence[WeightInfo], bucket_bytes: int) -> list[list[BucketSlot]]:
     """Return the tensors of each bucket, in order, with their offsets; equal on both sides.
 
     Buckets alternate between the start and the end of one buffer, so that one can be filled while the receiver reads
@@ -48,19 +48,19 @@ def layout(infos: Sequence[WeightInfo], bucket_bytes: int) -> list[list[Slot]]:
         >>> [[(slot.info.name, slot.start) for slot in bucket] for bucket in layout(infos, 240)]
         [[('a', 0), ('b', 64)], [('c', 128)]]
     """
-    buckets: list[list[Slot]] = []
+    buckets: list[list[BucketSlot]] = []
     end = 0
     for info in infos:
         start = _align_size(end)
         if not buckets or start + info.bytes > bucket_bytes // 2:
             buckets.append([])
             start = 0
-        buckets[-1].append(Slot(info, start))
+        buckets[-1].append(BucketSlot(info, start))
         end = start + info.bytes
     sizes = [_align_size(bucket[-1].stop) for bucket in buckets]
     end = max((sum(sizes[index : index + 2]) for index in range(len(sizes))), default=0)
     return [
-        [Slot(slot.info, slot.start + (end - size if index % 2 else 0)) for slot in bucket]
+        [BucketSlot(slot.info, slot.start + (end - size if index % 2 else 0)) for slot in bucket]
         for index, (bucket, size) in enumerate(zip(buckets, sizes, strict=True))
     ]
 
@@ -69,12 +69,12 @@ def _align_size(size: int) -> int:
     return -(-size // ALIGNMENT) * ALIGNMENT
 
 
-def buffer_bytes(buckets: Sequence[Sequence[Slot]]) -> int:
+def buffer_bytes(buckets: Sequence[Sequence[BucketSlot]]) -> int:
     """Return the number of bytes that hold any two successive buckets."""
     return max((bucket[-1].stop for bucket in buckets), default=0)
 
 
-def views(buffer: Tensor, bucket: Sequence[Slot]) -> Iterator[tuple[str, Tensor]]:
+def views(buffer: Tensor, bucket: Sequence[BucketSlot]) -> Iterator[tuple[str, Tensor]]:
     """Yield (name, tensor) of a bucket without copies; they are valid until the buffer is filled again."""
     for slot in bucket:
         yield slot.info.name, slot.view(buffer)

@@ -136,7 +136,7 @@ class BucketReader:
 
     def __init__(self, receiver: Receiver) -> None:
         self._receiver = receiver
-        self._buckets: list[list[packing.Slot]] | None = None
+        self._buckets: list[list[packing.BucketSlot]] | None = None
         self._next = 0
         self._buffer = torch.empty(0)
 

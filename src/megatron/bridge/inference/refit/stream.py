@@ -15,7 +15,7 @@ from megatron.bridge.models.conversion.adapters import peft_format
 from megatron.bridge.models.conversion.adapters.adapted_layers import AdaptedModule
 from megatron.bridge.models.conversion.auto_bridge import AutoBridge
 from megatron.bridge.models.conversion.engine import buckets
-from megatron.bridge.models.conversion.engine.plan import Plan, WeightConversionTask
+from megatron.bridge.models.conversion.engine.plan import ConversionPlan, WeightConversionTask
 from megatron.bridge.models.conversion.mappings.base import Unjoined
 from megatron.bridge.models.conversion.model_bridge import bridge_for
 from megatron.bridge.utils.distributed import rank, reduce_numbers
@@ -119,7 +119,7 @@ class WeightStream:
             for _, weight in self.send(tasks):
                 yield partial(_put_weight, weight)
             return
-        plan = Plan(tuple(self._plan.tasks if tasks is None else tasks))
+        plan = ConversionPlan(tuple(self._plan.tasks if tasks is None else tasks))
         named = buckets.to_first_rank(plan, self._bucket_bytes)
         if rank() != 0:
             yield from (partial(_put_weight, weight) for _, weight in named)

@@ -21,14 +21,14 @@ from megatron.bridge.inference.server.tool_parsers import (
 
 
 @dataclass(frozen=True)
-class TextPart:
+class AnswerText:
     """Text of the answer or of the reasoning before it."""
 
     kind: Literal["content", "reasoning"]
     text: str
 
 
-Part = TextPart | Call
+Part = AnswerText | Call
 
 
 @dataclass(frozen=True)
@@ -229,7 +229,7 @@ class AnswerReader:
             return
         self._trims_start = False
         self._has_content = self._has_content or (kind == "content" and bool(text.strip()))
-        parts.append(TextPart(kind, text))
+        parts.append(AnswerText(kind, text))
 
 
 def _is_inside_text(body: str) -> bool:
@@ -275,7 +275,7 @@ class HarmonyReader:
                 text = text.replace(end, "")
             text = text.removeprefix("assistant")
             if text.strip():
-                parts.append(TextPart("content", text))
+                parts.append(AnswerText("content", text))
             self._held = ""
         return False
 
@@ -318,4 +318,4 @@ class HarmonyReader:
         if not text:
             return
         is_reasoning = "analysis" in self._header and _RECIPIENT.search(self._header) is None
-        parts.append(TextPart("reasoning" if is_reasoning else "content", text))
+        parts.append(AnswerText("reasoning" if is_reasoning else "content", text))

@@ -13,7 +13,7 @@ from typing import Any
 
 from megatron.bridge.inference.requests import TokenLogprob
 from megatron.bridge.inference.server.answer_reader import AnswerFormat
-from megatron.bridge.inference.server.engine_loop import Progress
+from megatron.bridge.inference.server.engine_loop import ChoiceProgress
 from megatron.bridge.inference.server.tool_parsers import Call
 
 Json = dict[str, Any]
@@ -92,7 +92,7 @@ class Choice:
     prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
     finish_reason: str | None = None
 
-    def add(self, progress: Progress) -> None:
+    def add(self, progress: ChoiceProgress) -> None:
         self.text += progress.piece
         self.tokens += len(progress.tokens)
         self.logprobs += progress.logprobs
@@ -152,7 +152,7 @@ class CompletionFormat:
             else [self._choice(choice, choice.echoed, [], True, over=False)]
         )
 
-    def piece(self, choice: Choice, progress: Progress) -> Json | None:
+    def piece(self, choice: Choice, progress: ChoiceProgress) -> Json | None:
         if not (progress.piece or progress.logprobs or progress.finish_reason is not None):
             return None
         return self._choice(choice, progress.piece, progress.logprobs, False)
@@ -238,7 +238,7 @@ class ChatFormat:
         delta = {"role": "assistant", "content": ""}
         return [{"index": choice.index, "delta": delta, "logprobs": None, "finish_reason": None}]
 
-    def piece(self, choice: Choice, progress: Progress) -> Json | None:
+    def piece(self, choice: Choice, progress: ChoiceProgress) -> Json | None:
         delta: Json = {"content": progress.piece} if progress.piece else {}
         if self.answer_format is not None:
             delta = self._read(choice, progress.piece, progress.finish_reason is not None)

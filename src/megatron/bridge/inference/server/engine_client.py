@@ -12,10 +12,10 @@ from megatron.bridge.inference.requests import Sampling
 from megatron.bridge.inference.server import engine_loop
 from megatron.bridge.inference.server.engine_loop import (
     Cancel,
+    ChoiceProgress,
     Event,
     Load,
-    Progress,
-    Refused,
+    RefusedRequest,
     Submit,
 )
 from megatron.bridge.inference.workers import Workers
@@ -119,9 +119,9 @@ class RequestStream:
         self._events: asyncio.Queue[Event | EngineGoneError] = asyncio.Queue()
 
     def put(self, event: Event | EngineGoneError) -> None:
-        if isinstance(event, Refused):
+        if isinstance(event, RefusedRequest):
             self.open_choices = 0
-        elif isinstance(event, Progress) and event.finish_reason is not None:
+        elif isinstance(event, ChoiceProgress) and event.finish_reason is not None:
             self.open_choices -= 1
         self._events.put_nowait(event)
 
@@ -133,14 +133,14 @@ class RequestStream:
             EngineGoneError: the engine has ended.
         """
         event = await self._next()
-        if isinstance(event, Refused):
+        if isinstance(event, RefusedRequest):
             raise UserError(event.message)
 
-    async def progress(self) -> AsyncIterator[Progress]:
+    async def progress(self) -> AsyncIterator[ChoiceProgress]:
         """Yield the steps of an accepted request until all choices are over; may raise ``EngineGoneError``."""
         while self.open_choices or not self._events.empty():
             event = await self._next()
-            assert isinstance(event, Progress)
+            assert isinstance(event, ChoiceProgress)
             yield event
 
     async def _next(self) -> Event:

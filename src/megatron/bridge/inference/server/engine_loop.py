@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from megatron.bridge.inference.engine import Engine, Job
+from megatron.bridge.inference.engine import Engine, InferenceJob
 from megatron.bridge.inference.requests import FinishReason, Sampling, TokenLogprob
 from megatron.bridge.utils.distributed import broadcast_object
 from megatron.bridge.utils.errors import UserError
@@ -31,7 +31,7 @@ class Accepted:
 
 
 @dataclass(frozen=True)
-class Refused:
+class RefusedRequest:
     """The engine cannot compute a request."""
 
     id: int
@@ -39,7 +39,7 @@ class Refused:
 
 
 @dataclass(frozen=True)
-class Progress:
+class ChoiceProgress:
     """The new tokens of one choice in one step."""
 
     id: int
@@ -51,7 +51,7 @@ class Progress:
     finish_reason: FinishReason | None = None
 
 
-Event = Accepted | Refused | Progress
+Event = Accepted | RefusedRequest | ChoiceProgress
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ class Load:
 class _Sent:
     """The part of a job that has been reported."""
 
-    job: Job
+    job: InferenceJob
     text: int = 0
     tokens: int = 0
     logprobs: int = 0
@@ -107,11 +107,11 @@ class EngineLoop:
         try:
             jobs = self._engine.submit(command.prompt, command.sampling)
         except UserError as error:
-            return Refused(command.id, str(error))
+            return RefusedRequest(command.id, str(error))
         self._sent[command.id] = [_Sent(job) for job in jobs]
         return Accepted(command.id)
 
-    def step(self) -> Iterator[Progress]:
+    def step(self) -> Iterator[ChoiceProgress]:
         """Compute a step, if any request is running."""
         if not self.is_busy:
             return
@@ -136,13 +136,13 @@ class EngineLoop:
         return Load(running, waiting, held / size if size else 0.0)
 
 
-def _unreported_part(request: int, sent: _Sent) -> Progress | None:
+def _unreported_part(request: int, sent: _Sent) -> ChoiceProgress | None:
     """Return the part of a job that has not been reported, if any."""
     job, completion = sent.job, sent.job.completion
     if job.is_over or len(completion.tokens) > sent.tokens:
         text = job.detokenizer.text if job.detokenizer is not None else ""
         logprobs = completion.logprobs[: _visible_logprobs(job)]
-        progress = Progress(
+        progress = ChoiceProgress(
             request,
             completion.choice,
             text[sent.text :],
@@ -161,7 +161,7 @@ def _unreported_part(request: int, sent: _Sent) -> Progress | None:
     return None
 
 
-def _visible_logprobs(job: Job) -> int:
+def _visible_logprobs(job: InferenceJob) -> int:
     """Return how many log-probabilities belong to text that is sent: none of a stop text or behind it."""
     detokenizer = job.detokenizer
     if detokenizer is None or (job.is_over and not detokenizer.stopped):

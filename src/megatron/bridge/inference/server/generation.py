@@ -16,7 +16,7 @@ from megatron.bridge.inference.server.engine_client import (
     QueueFullError,
     RequestStream,
 )
-from megatron.bridge.inference.server.engine_loop import Progress
+from megatron.bridge.inference.server.engine_loop import ChoiceProgress
 from megatron.bridge.inference.server.errors import ApiError
 from megatron.bridge.inference.server.metrics import Metrics
 
@@ -93,7 +93,7 @@ class Generation:
             )
             raise ApiError(504, message, code="timeout") from error
 
-    async def _progress(self) -> AsyncGenerator[tuple[Choice, Progress]]:
+    async def _progress(self) -> AsyncGenerator[tuple[Choice, ChoiceProgress]]:
         """Yield the steps of all choices as they are computed."""
         merged: asyncio.Queue[Any] = asyncio.Queue()
         tasks = [
@@ -116,7 +116,7 @@ class Generation:
             for task in tasks:
                 task.cancel()
 
-    def _noted(self, prompt_index: int, progress: Progress) -> Choice:
+    def _noted(self, prompt_index: int, progress: ChoiceProgress) -> Choice:
         choice = self._choices[prompt_index * self.sampling.n + progress.choice]
         choice.add(progress)
         if progress.tokens:

@@ -28,7 +28,7 @@ from megatron.bridge.models.conversion.engine import (
 )
 from megatron.bridge.models.conversion.engine.buckets import BUCKET_BYTES
 from megatron.bridge.models.conversion.engine.export import SaveOptions
-from megatron.bridge.models.conversion.engine.plan import Plan, WeightConversionTask
+from megatron.bridge.models.conversion.engine.plan import ConversionPlan, WeightConversionTask
 from megatron.bridge.models.conversion.model_bridge import (
     HFWeightTriple,
     HFWeightTuple,
@@ -222,7 +222,7 @@ class AutoBridge(BridgedCheckpoint, AdapterCalls):
         plan = (
             self._export_plan(model, source)
             if conversion_tasks is None
-            else Plan(tuple(conversion_tasks))
+            else ConversionPlan(tuple(conversion_tasks))
         )
         plan = peft_format.merging(plan) if merge_adapter_weights else plan
         stream = buckets.stream(self._bridge, plan, source, cpu, bucket_bytes)
@@ -500,7 +500,7 @@ class AutoBridge(BridgedCheckpoint, AdapterCalls):
             **options, pre_wrap_hook=stored_provider.load_hook(path)
         )
 
-    def plan(self, model: Chunks, hf_path: str | Path | None = None) -> Plan:
+    def plan(self, model: Chunks, hf_path: str | Path | None = None) -> ConversionPlan:
         """Return the plan, which lists how each tensor is converted and covers all tensors of both sides.
 
         Raises:

@@ -21,7 +21,7 @@ from megatron.bridge.models.conversion.engine import (
     stored_provider,
 )
 from megatron.bridge.models.conversion.engine.export import SaveOptions
-from megatron.bridge.models.conversion.engine.plan import Plan, build_plan
+from megatron.bridge.models.conversion.engine.plan import ConversionPlan, build_plan
 from megatron.bridge.models.conversion.engine.streaming import StoredModel
 from megatron.bridge.models.conversion.mappings import patterns
 from megatron.bridge.models.conversion.model_bridge import (
@@ -53,7 +53,7 @@ class BridgedCheckpoint:
     def hf_config(self) -> Any:
         return getattr(self.hf_pretrained, "config", self.hf_pretrained)
 
-    def _export_plan(self, model: Chunks, source: SafetensorsCheckpoint | None) -> Plan:
+    def _export_plan(self, model: Chunks, source: SafetensorsCheckpoint | None) -> ConversionPlan:
         chunks: list[Any] = [model_io.unwrap(chunk) for chunk in model_io.as_chunks(model)]
         config, entries = chunks[0].config, {} if source is None else source.entries
         registry = self._bridge.spelled_as(self._bridge.registry_for(config), entries)
@@ -79,7 +79,7 @@ class BridgedCheckpoint:
         """Return the declared multi-token prediction layers that the model of ``config`` was built without."""
         return None if getattr(config, "mtp_num_layers", None) else self._mtp_layers
 
-    def _note_left_out(self, plan: Plan, source: SafetensorsCheckpoint | None) -> None:
+    def _note_left_out(self, plan: ConversionPlan, source: SafetensorsCheckpoint | None) -> None:
         if source is None:
             return
         if self._mtp_layers is not None and self._mtp_layers.are_in(plan.buffers):

@@ -35,7 +35,7 @@ TensorSpecs = Mapping[str, tuple[torch.dtype, tuple[int, ...]]]  # name -> dtype
 
 
 @dataclass(frozen=True)
-class OutputFile:
+class FileLayout:
     """One file: its header, and where each tensor lies (``TensorEntry.file`` is the file's bare name)."""
 
     name: str
@@ -47,7 +47,7 @@ class OutputFile:
         return max((entry.end for entry in self.entries.values()), default=len(self.header))
 
 
-def output_files_like(source: SafetensorsCheckpoint, tensors: TensorSpecs) -> list[OutputFile]:
+def output_files_like(source: SafetensorsCheckpoint, tensors: TensorSpecs) -> list[FileLayout]:
     """The files of ``source`` for ``tensors``; a file with the same tensors gets the same header, byte for byte.
 
     Tensors that the source lacks are added to ``model.safetensors`` if the source has this file, because transformers
@@ -56,13 +56,13 @@ def output_files_like(source: SafetensorsCheckpoint, tensors: TensorSpecs) -> li
     if not source.as_stored:
         return new_output_files(tensors)
     additional = {name: spec for name, spec in tensors.items() if name not in source.entries}
-    layouts: list[OutputFile] = []
+    layouts: list[FileLayout] = []
     for file, (entries, metadata) in source.files.items():
         specs = {name: tensors[name] for name in entries if name in tensors}
         if file == SINGLE:
             specs |= additional
         if specs == {name: (entry.dtype, entry.shape) for name, entry in entries.items()}:
-            layouts.append(OutputFile(file, _header_of(source.directory / file), entries))
+            layouts.append(FileLayout(file, _header_of(source.directory / file), entries))
         elif specs:
             layouts.append(_output_file(file, specs, metadata))
     if SINGLE not in source.files:
@@ -70,9 +70,9 @@ def output_files_like(source: SafetensorsCheckpoint, tensors: TensorSpecs) -> li
     return layouts
 
 
-def _additional_shards(tensors: TensorSpecs) -> list[OutputFile]:
+def _additional_shards(tensors: TensorSpecs) -> list[FileLayout]:
     """Return shards whose names begin like those of a model, but equal none of them."""
-    shards: list[OutputFile] = []
+    shards: list[FileLayout] = []
     for layout in new_output_files(tensors):
         specs = {name: (entry.dtype, entry.shape) for name, entry in layout.entries.items()}
         name = layout.name.replace("model", "model-extra", 1)
@@ -80,7 +80,7 @@ def _additional_shards(tensors: TensorSpecs) -> list[OutputFile]:
     return shards
 
 
-def new_output_files(tensors: TensorSpecs, shard_bytes: int = SHARD_BYTES) -> list[OutputFile]:
+def new_output_files(tensors: TensorSpecs, shard_bytes: int = SHARD_BYTES) -> list[FileLayout]:
     """Files of at most ``shard_bytes``, unless one tensor is larger, named as transformers names them."""
     groups: list[dict[str, tuple[torch.dtype, tuple[int, ...]]]] = []
     free_bytes = 0
@@ -103,7 +103,7 @@ def new_output_files(tensors: TensorSpecs, shard_bytes: int = SHARD_BYTES) -> li
 
 
 def write_index(
-    directory: Path, layouts: Iterable[OutputFile], source: SafetensorsCheckpoint | None
+    directory: Path, layouts: Iterable[FileLayout], source: SafetensorsCheckpoint | None
 ) -> None:
     """Write the index where there are several files, or where the source has one; unchanged if it still holds."""
     weight_map = {name: layout.name for layout in layouts for name in layout.entries}
@@ -120,7 +120,7 @@ def write_index(
     (directory / INDEX).write_text(json.dumps(index, indent=2) + "\n")
 
 
-def create(directory: Path, layouts: Iterable[OutputFile]) -> None:
+def create(directory: Path, layouts: Iterable[FileLayout]) -> None:
     """Make the files with their headers and full size."""
     layouts = list(layouts)
     needed, free = sum(layout.size for layout in layouts), shutil.disk_usage(directory).free
@@ -147,7 +147,7 @@ def not_finite(values: Tensor) -> int:
 class Writer:
     """Fills files that ``create`` made; usable from several threads."""
 
-    def __init__(self, directory: Path, layouts: Iterable[OutputFile]) -> None:
+    def __init__(self, directory: Path, layouts: Iterable[FileLayout]) -> None:
         self._entries: dict[str, TensorEntry] = {}
         self._descriptors: dict[Path, int] = {}
         self._unwritten: dict[Path, int] = {}
@@ -210,7 +210,7 @@ class Writer:
             os.fsync(self._descriptors[file])
 
 
-def _output_file(name: str, tensors: TensorSpecs, metadata: Mapping[str, str]) -> OutputFile:
+def _output_file(name: str, tensors: TensorSpecs, metadata: Mapping[str, str]) -> FileLayout:
     header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
     position = 0
     for tensor, (dtype, shape) in tensors.items():
@@ -234,7 +234,7 @@ def _output_file(name: str, tensors: TensorSpecs, metadata: Mapping[str, str]) -
         )
         for tensor, (dtype, shape) in tensors.items()
     }
-    return OutputFile(name, len(text).to_bytes(8, "little") + text, entries)
+    return FileLayout(name, len(text).to_bytes(8, "little") + text, entries)
 
 
 def _header_of(path: Path) -> bytes:

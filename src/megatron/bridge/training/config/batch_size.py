@@ -74,7 +74,7 @@ def _calculator(train: TrainingConfig) -> NumMicroBatchesCalculator:
     return StepBatchsizeNumMicroBatchesCalculator(1, 1, False, rank=1, schedule=schedule)
 
 
-class Lengths(NamedTuple):
+class ScheduleLengths(NamedTuple):
     """Parts of a schedule in samples."""
 
     warmup: int  # until the peak of the learning rate
@@ -83,7 +83,7 @@ class Lengths(NamedTuple):
     run: int  # until the last step
 
 
-def lengths(config: RunConfig) -> Lengths:
+def lengths(config: RunConfig) -> ScheduleLengths:
     """The lengths of a resolved config's schedule."""
     scheduler, batch = config.scheduler, BatchSize(config.train)
     steps = scheduler.lr_decay_iters or 0
@@ -102,4 +102,4 @@ def lengths(config: RunConfig) -> Lengths:
     if wsd is None:  # the last steps, which are as many samples as the batch has by then
         last = scheduler.lr_wsd_decay_iters or 0
         wsd = decay - batch.samples_after(steps - last) if steps else last * batch.final
-    return Lengths(warmup, decay, wsd, samples_of(config.train))
+    return ScheduleLengths(warmup, decay, wsd, samples_of(config.train))

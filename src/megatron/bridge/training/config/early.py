@@ -20,7 +20,8 @@ from megatron.bridge.training.config.blocks.train import (
 )
 from megatron.bridge.training.config.ranges import EARLY_RANGES
 from megatron.bridge.utils.config import yaml_text
-from megatron.bridge.utils.config.overrides import OTHER_NAMES, Layer, apply_layers, dotted_keys
+from megatron.bridge.utils.config.keys import OTHER_NAMES, dotted_keys
+from megatron.bridge.utils.config.overrides import Layer, apply_layers
 from megatron.bridge.utils.errors import UserError, misspelling, refuse
 
 

@@ -7,7 +7,7 @@ from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
 from megatron.bridge.training.config import ConfigContainer
-from megatron.bridge.training.config.batch_size import Lengths, lengths
+from megatron.bridge.training.config.batch_size import ScheduleLengths, lengths
 
 # Attributes that Megatron-Core does not save.
 EXTRA_STATE = ("init_lr", "wsd_decay_steps", "lr_wsd_decay_style")
@@ -46,7 +46,9 @@ def build_scheduler(
     return schedule(config.scheduler, config.optimizer, lengths(config), optimizer)
 
 
-def schedule(scheduler: Any, rates: Any, length: Lengths, optimizer: MegatronOptimizer) -> Schedule:
+def schedule(
+    scheduler: Any, rates: Any, length: ScheduleLengths, optimizer: MegatronOptimizer
+) -> Schedule:
     """Build the LR scheduler; all rates and weight decays must be resolved."""
     return Schedule(
         optimizer,

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 from megatron.bridge.utils.config import yaml_text
+from megatron.bridge.utils.config.keys import leaf_entries, leaf_values
 from megatron.bridge.utils.config.names import is_named, name_of
 from megatron.bridge.utils.config.overrides import Change
 from megatron.bridge.utils.config.serialize import TARGET, config_fields, is_group, to_plain
@@ -26,7 +27,7 @@ class Origins:
         return cls(
             {
                 key: DEFAULT if _is_default(entry, value) else source
-                for key, entry, value in _leaf_entries(config)
+                for key, entry, value in leaf_entries(config)
             }
         )
 
@@ -66,16 +67,11 @@ class Origins:
         return {key for key, source in self._table.items() if source == DEFAULT}
 
 
-def leaf_values(config: Any) -> dict[str, Any]:
-    """Return the leaves of the config by dotted key."""
-    return {key: value for key, _, value in _leaf_entries(config)}
-
-
 def non_defaults(config: Any, origins: Origins | None = None) -> list[str]:
     """Return a line with value, default and origin of each value that is neither its field's default nor derived."""
     origins = origins or Origins({})
     lines: list[str] = []
-    for key, entry, value in _leaf_entries(config):
+    for key, entry, value in leaf_entries(config):
         source = origins.get(key)
         if not _is_default(entry, value) and source != DERIVED:
             known = f", from {source}" if source else ""
@@ -119,18 +115,6 @@ def _with_comment(lines: list[str], indent: str, source: str | None) -> list[str
         f"{indent}# {source}:",
         *lines,
     ]  # inside a value of several lines a comment could become text
-
-
-def _leaf_entries(
-    owner: Any, prefix: str = ""
-) -> "Iterator[tuple[str, dataclasses.Field[Any], Any]]":
-    """Yield the dotted key, the field and the value of each leaf."""
-    for entry in config_fields(owner):
-        value = getattr(owner, entry.name)
-        if is_group(value):
-            yield from _leaf_entries(value, f"{prefix}{entry.name}.")
-        else:
-            yield f"{prefix}{entry.name}", entry, value
 
 
 def _default_text(entry: "dataclasses.Field[Any]") -> str:

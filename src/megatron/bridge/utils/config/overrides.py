@@ -11,47 +11,26 @@ applied: ``scheduler.lr_decay_iters='${train.train_iters}'``.
 
 import dataclasses
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast, get_args, get_origin
+from typing import Any, cast, get_args
 
 from megatron.bridge.utils.config import interpolation, yaml_text
 from megatron.bridge.utils.config.coerce import CoercionError, coerce, field_types
+from megatron.bridge.utils.config.keys import (
+    MISSING,
+    Slot,
+    child_of,
+    dotted_keys,
+    find_slot,
+    value_at,
+)
 from megatron.bridge.utils.config.names import import_path, importing, name_of
 from megatron.bridge.utils.config.serialize import TARGET, config_fields, from_plain, is_group
-from megatron.bridge.utils.errors import UserError, nearest_keys, refuse, suggestion
+from megatron.bridge.utils.errors import UserError, refuse
 
-_MISSING = object()
 _INDEX = re.compile(r"\[(\w+)\]")
-
-OTHER_NAMES = {
-    "max_steps": "train.train_iters",
-    "num_steps": "train.train_iters",
-    "num_train_epochs": "train.num_epochs",
-    "per_device_train_batch_size": "train.micro_batch_size",
-    "gradient_accumulation_steps": "train.global_batch_size",
-    "batch_size": "train.global_batch_size",
-    "learning_rate": "optimizer.lr",
-    "lr": "optimizer.lr",
-    "lr_scheduler_type": "scheduler.lr_decay_style",
-    "warmup_steps": "scheduler.lr_warmup_iters",
-    "warmup_ratio": "scheduler.lr_warmup_fraction",
-    "max_grad_norm": "optimizer.clip_grad",
-    "output_dir": "checkpoint.save",
-    "save_steps": "checkpoint.save_interval",
-    "save_total_limit": "checkpoint.most_recent_k",
-    "eval_steps": "validation.eval_interval",
-    "logging_steps": "logger.log_interval",
-    "max_seq_length": "dataset.seq_length",
-    "max_length": "dataset.seq_length",
-    "num_hidden_layers": "model.num_layers",
-    "intermediate_size": "model.ffn_hidden_size",
-    "num_key_value_heads": "model.num_query_groups",
-    "precision": "mixed_precision",
-    "gradient_checkpointing": "model.recompute_granularity",
-}
-"""Settings as other frameworks spell them -> their keys here, for suggestions."""
 
 
 @dataclass(frozen=True)
@@ -110,49 +89,42 @@ def apply_layers(config: Any, layers: Iterable[Layer]) -> list[Change]:
 
 def settle_types(config: Any) -> None:
     """Convert each value of a config from a file to the type of its field; a name becomes the function."""
-    refuse([*_settle_types(config, "")])
+    refuse(_settle_types(config, ""))
 
 
-def _settle_types(config: Any, prefix: str) -> Iterator[str]:
+def _settle_types(config: Any, prefix: str) -> list[str]:
+    """Convert the values in place, and return a sentence for each that has the wrong type."""
+    problems: list[str] = []
     for key in dotted_keys(config):
-        slot = _find_slot(config, key)
-        value = slot.get()
-        if is_group(value) or (value is None and slot.nullable):
+        slot = find_slot(config, key)
+        if is_group(slot.value) or (slot.value is None and slot.nullable):
             continue
         try:
-            coerced = coerce(value, slot.annotation)
+            value = coerce(slot.value, slot.annotation)
         except UserError as error:
-            yield f"{prefix}{key} {error}"
+            problems.append(f"{prefix}{key} {error}")
             continue
-        if type(coerced) is not type(value):
-            slot.set(coerced)
-        for index, item in enumerate(
-            cast("list[Any]", coerced) if isinstance(coerced, list | tuple) else ()
-        ):
-            if is_group(item):
-                yield from _settle_types(item, f"{prefix}{key}[{index}].")
+        if type(value) is not type(slot.value):
+            slot.set(value)
+        if isinstance(value, list | tuple):
+            for index, item in enumerate(cast("list[Any]", value)):
+                if is_group(item):
+                    problems += _settle_types(item, f"{prefix}{key}[{index}].")
+    return problems
 
 
 def check_sticks(config: Any, changes: Iterable[Change]) -> None:
     """Refuse a config in which a later step replaced the user's last value of a key, unless that value is null."""
-    refuse(
-        [
-            f"{change.key}={change.new!r} from the {change.origin} has no effect: another setting changed it to {now!r}"
-            for change in {change.key: change for change in changes}.values()
-            if change.new is not None
-            and not _still_holds(now := _value_at(config, change.key), change.new)
-        ]
-    )
-
-
-def dotted_keys(config: Any, prefix: str = "") -> Iterator[str]:
-    """Return every key that can be set, groups before their members."""
-    for entry in config_fields(config):
-        key = f"{prefix}{entry.name}"
-        yield key
-        value = getattr(config, entry.name)
-        if is_group(value):
-            yield from dotted_keys(value, key + ".")
+    last_changes = {change.key: change for change in changes}
+    problems: list[str] = []
+    for change in last_changes.values():
+        current = value_at(config, change.key)
+        if change.new is not None and not _still_holds(current, change.new):
+            problems.append(
+                f"{change.key}={change.new!r} from the {change.origin} has no effect: another setting changed it "
+                f"to {current!r}"
+            )
+    refuse(problems)
 
 
 class _Transaction:
@@ -175,59 +147,72 @@ class _Transaction:
     def apply(self, layer: Layer) -> None:
         """Set the values of a layer, then resolve the references of all layers so far."""
         problems: list[str] = []
-        requests = [_Request(_dotted_index(key), value) for key, value in layer.values.items()]
-        requests += [
-            request
-            for item in layer.overrides
-            if (request := _parse_item(item, problems)) is not None
-        ]
-        for request in requests:
-            self._create_groups(request.key.split(".")[:-1])
-        leaves = [leaf for request in requests for leaf in _split_leaves(self._config, request)]
+        leaves = [leaf for request in _requests(layer, problems) for leaf in self._split(request)]
         keys = [leaf.key for leaf in leaves]
         problems += [
             f"{key} is given twice; keep one of the two" for key in keys if keys.count(key) > 1
         ]
-        self._forget(keys)
-        referring = [leaf for leaf in leaves if interpolation.has_reference(leaf.value)]
+        self._forget_references(keys)
+        referring: list[_Request] = []
         for leaf in leaves:
-            if not interpolation.has_reference(leaf.value):
+            if interpolation.has_reference(leaf.value):
+                referring.append(leaf)
+            else:
                 self._set(leaf, layer.origin, problems)
-        self._set_references(referring, layer.origin, problems)
+        if referring or self._references:
+            self._set_references(referring, layer.origin, problems)
         refuse(problems)
 
-    def _create_groups(self, names: list[str]) -> None:
-        """Set the unset groups of a dotted key to their defaults."""
-        owner: Any = self._config
-        for depth, name in enumerate(names):
-            if (child := _child_of(owner, name)) is _MISSING:
-                return
-            if (
-                child is None
-                and is_group(owner)
-                and (kind := _class_of_unset(owner, name)) is not None
-            ):
-                self._undo.append(
-                    _find_slot(self._config, ".".join(names[: depth + 1])).set(kind())
-                )
-            owner = _child_of(owner, name)
+    def _split(self, request: _Request) -> list[_Request]:
+        """Split a mapping for a group into its members, unless it names another class; any other value is one leaf."""
+        value: Any = request.value
+        if not isinstance(value, dict):
+            return [request]
+        self._create_groups(request.key)
+        group = value_at(self._config, request.key)
+        if not is_group(group):
+            return [request]
+        members = dict(cast("dict[Any, Any]", value))
+        current_class = name_of(type(group)) or ""
+        if import_path(str(members.pop(TARGET, current_class))) != import_path(current_class):
+            return [request]
+        leaves: list[_Request] = []
+        for name, member_value in members.items():
+            member = dataclasses.replace(request, key=f"{request.key}.{name}", value=member_value)
+            leaves += self._split(member)
+        return leaves
+
+    def _create_groups(self, key: str) -> None:
+        """Set the unset groups above a dotted key to their defaults."""
+        owner, names = self._config, key.split(".")
+        for depth, name in enumerate(names[:-1], start=1):
+            child = child_of(owner, name)
+            group_class = _class_of_unset(owner, name) if child is None else None
+            if group_class is not None:
+                slot = find_slot(self._config, ".".join(names[:depth]))
+                self._undo.append(slot.set(group_class()))
+                child = child_of(owner, name)
+            owner = child
 
     def _set(self, leaf: _Request, origin: str, problems: list[str]) -> None:
+        if leaf.key.count(".") > 0:
+            self._create_groups(leaf.key)
         try:
-            slot = _find_slot(self._config, leaf.key)
+            slot = find_slot(self._config, leaf.key)
             with importing(leaf.trusted):
-                change = Change(leaf.key, slot.get(), slot.typed(leaf), origin)
+                value = _typed_value(slot, leaf)
         except UserError as error:
             problems.append(str(error))
             return
-        self._undo.append(slot.set(change.new))
-        self._changes.pop(leaf.key, None)
-        self._changes[leaf.key] = change
+        self._undo.append(slot.set(value))
+        previous = None if slot.value is MISSING else slot.value
+        self._changes.pop(leaf.key, None)  # so that it becomes the last
+        self._changes[leaf.key] = Change(leaf.key, previous, value, origin)
         for key, earlier in self._changes.items():
             if leaf.key.startswith(f"{key}."):
-                self._changes[key] = dataclasses.replace(earlier, new=_value_at(self._config, key))
+                self._changes[key] = dataclasses.replace(earlier, new=value_at(self._config, key))
 
-    def _forget(self, keys: list[str]) -> None:
+    def _forget_references(self, keys: list[str]) -> None:
         """Drop the references of earlier layers that this layer overrides."""
         for key in list(self._references):
             if any(key == overridden or key.startswith(f"{overridden}.") for overridden in keys):
@@ -258,13 +243,21 @@ class _Transaction:
             )
 
 
-def _dotted_index(key: str) -> str:
-    return _INDEX.sub(r".\1", str(key))
+def _requests(layer: Layer, problems: list[str]) -> list[_Request]:
+    """Return what a layer asks for; items that cannot be read are added to ``problems``."""
+    requests = [
+        _Request(_INDEX.sub(r".\1", str(key)), value) for key, value in layer.values.items()
+    ]
+    for item in layer.overrides:
+        request = _parse_item(item, problems)
+        if request is not None:
+            requests.append(request)
+    return requests
 
 
 def _parse_item(item: str, problems: list[str]) -> _Request | None:
     key, equals, text = item.partition("=")
-    key, text = _dotted_index(key.strip()), text.strip()
+    key, text = _INDEX.sub(r".\1", key.strip()), text.strip()
     if not equals or not key:
         problems.append(f"override {item!r} is not of the form key.sub=value")
         return None
@@ -276,21 +269,19 @@ def _parse_item(item: str, problems: list[str]) -> _Request | None:
         return None
     if isinstance(value, (list, dict)):
         return _Request(key, value, trusted=True)
-    if _loses_text(value, text):
+    # YAML drops a part of some unquoted scalars
+    is_quoted = text.startswith(("'", '"'))
+    is_altered = value != text if isinstance(value, str) else "#" in text
+    if is_altered and not is_quoted:
         problems.append(f"{key}={text}: YAML reads this as {value!r}; put the value in quotes")
         return None
     return _Request(key, value, text, trusted=True)
 
 
-def _loses_text(value: Any, text: str) -> bool:
-    """Return whether YAML drops a part of an unquoted scalar."""
-    if text.startswith(("'", '"')):
-        return False
-    return value != text if isinstance(value, str) else "#" in text
-
-
 def _class_of_unset(owner: Any, name: str) -> "type[Any] | None":
     """Return the dataclass of a field ``Kind | None``, or None if there are several or it needs arguments."""
+    if not is_group(owner):
+        return None
     annotation = field_types(cast("type[Any]", type(owner))).get(name)
     kinds = [kind for kind in get_args(annotation) if kind is not type(None)]
     if (
@@ -299,30 +290,11 @@ def _class_of_unset(owner: Any, name: str) -> "type[Any] | None":
         or hasattr(kinds[0], "__one_of_several__")
     ):
         return None
-    entries = dataclasses.fields(kinds[0])
-    required = (
-        entry.default is entry.default_factory is dataclasses.MISSING
-        for entry in entries
-        if entry.init
-    )
-    return None if any(required) else cast("type[Any]", kinds[0])
-
-
-def _split_leaves(config: Any, request: _Request) -> list[_Request]:
-    """Split a mapping for a group into its members, unless it names another class; any other value is one leaf."""
-    current = _value_at(config, request.key)
-    value: Any = request.value
-    if not isinstance(value, dict) or not is_group(current):
-        return [request]
-    mapping = dict(cast(dict[Any, Any], value))
-    current_class = name_of(type(current)) or ""
-    if import_path(str(mapping.pop(TARGET, current_class))) != import_path(current_class):
-        return [request]
-    parts = [
-        dataclasses.replace(request, key=f"{request.key}.{name}", value=value)
-        for name, value in mapping.items()
-    ]
-    return [leaf for part in parts for leaf in _split_leaves(config, part)]
+    for entry in dataclasses.fields(kinds[0]):
+        has_default = entry.default is not entry.default_factory  # both are MISSING without one
+        if entry.init and not has_default:
+            return None
+    return cast("type[Any]", kinds[0])
 
 
 def _value_tree(owner: Any) -> Any:
@@ -342,150 +314,41 @@ def _value_tree(owner: Any) -> Any:
     return interpolation.escape(owner) if isinstance(owner, str) else owner
 
 
-def _expand_home(value: Any) -> Any:
-    """Expand the ``~`` of ``key=~/path``, which the shell does not expand."""
-    if isinstance(value, (str, Path)) and str(value).startswith("~/"):
-        return type(value)(Path(value).expanduser())
-    return value
+def _group_error(slot: Slot) -> UserError:
+    members = ", ".join(f"{slot.key}.{entry.name}" for entry in config_fields(slot.value)[:3])
+    return UserError(f"it is a group: set its members, such as {members}")
 
 
-@dataclass(frozen=True)
-class _Slot:
-    """The place of a value: a field of a dataclass, or an item of a dict, list or tuple."""
+def _typed_value(slot: Slot, request: _Request) -> Any:
+    """Return the requested value in the type of the slot.
 
-    key: str
-    owner: Any
-    name: str
-    annotation: Any
-    nullable: bool
-    parent: "_Slot | None"
-
-    def get(self) -> Any:
-        value = _child_of(self.owner, self.name)
-        return None if value is _MISSING else value
-
-    def set(self, value: Any) -> Callable[[], None]:
-        """Set the value, and return a function that undoes it."""
-        old, owner = _child_of(self.owner, self.name), self.owner
-        if is_group(owner):
-            setattr(owner, self.name, value)
-            return lambda: setattr(owner, self.name, old)
-        if isinstance(owner, dict):
-            owner[self.name] = value
-            return lambda: _restore_member(cast("dict[str, Any]", owner), self.name, old)
-        assert self.parent is not None, "a config is not a list"
-        items = list(
-            self.parent.get()
-        )  # a copy: a recipe may share its list, and a tuple cannot change
-        items[int(self.name)] = value
-        return self.parent.set(type(owner)(items))
-
-    def typed(self, request: _Request) -> Any:
-        try:
-            return self._typed(request.value, request.text)
-        except CoercionError as error:
-            if not (request.from_reference and isinstance(request.value, str)):
-                raise UserError(f"{self.key} {error}") from None
-        except UserError as error:
-            raise UserError(f"{self.key}: {error}") from None
-        # an environment variable is text: parse it like a value on the command line
-        return self.typed(
-            _Request(self.key, yaml_text.read(request.value, self.key), request.value)
-        )
-
-    def _typed(self, raw: Any, text: str | None) -> Any:
-        value, current = from_plain(raw), self.get()
-        if value is None and self.nullable:
+    Raises:
+        UserError: it has another type; the message names the key.
+    """
+    try:
+        value: Any = request.value
+        if not isinstance(value, str) or "${" in value:
+            value = from_plain(cast("object", value))
+        if value is None and slot.nullable:
             return None
         if value == "???":
             raise UserError("??? marks a required value; set it")
-        if self.annotation is Any and is_group(current) and not is_group(value):
-            raise self._group_error(current)
-        try:
-            return _expand_home(coerce(value, self.annotation, text))
-        except CoercionError:
-            accepts_null = type(None) in get_args(self.annotation)
-            if is_group(current) and not accepts_null and not isinstance(raw, Mapping):
-                raise self._group_error(current) from None
-            raise
-
-    def _group_error(self, group: Any) -> UserError:
-        members = ", ".join(f"{self.key}.{entry.name}" for entry in config_fields(group)[:3])
-        return UserError(f"it is a group: set its members, such as {members}")
-
-
-def _restore_member(owner: dict[str, Any], name: str, old: Any) -> None:
-    if old is _MISSING:
-        del owner[name]
-    else:
-        owner[name] = old
-
-
-def _find_slot(config: Any, key: str) -> _Slot:
-    """Return the slot of ``key``, which must exist and be settable; an error names the nearest keys."""
-    names = key.split(".")
-    owner, slot = config, _Slot("", None, "", Any, False, None)
-    for depth, name in enumerate(names):
-        if not is_group(owner) and not isinstance(owner, (dict, list, tuple)):
-            raise UserError(
-                f"{key} cannot be set: {slot.key} is {owner!r}, which has no members; set {slot.key} itself"
-            )
-        child = _child_of(owner, name)
-        if child is _MISSING and not (isinstance(owner, dict) and depth == len(names) - 1):
-            raise _missing_key(config, key, slot.key, owner)
-        path = ".".join(names[: depth + 1])
-        slot = _Slot(path, owner, name, *_member_annotation(owner, name, slot.annotation), slot)
-        owner = child
-    return slot
-
-
-def _member_annotation(owner: Any, name: str, annotation: Any) -> tuple[Any, bool]:
-    """Return the type of a member from the ``annotation`` of its owner, and whether None is its default."""
-    if is_group(owner):
-        entry = next(entry for entry in config_fields(owner) if entry.name == name)
-        return field_types(cast("type[Any]", type(owner))).get(name, Any), entry.default is None
-    for kind in (annotation, *get_args(annotation)):  # the members of a union
-        if (args := get_args(kind)) and get_origin(kind) is type(owner):
-            if isinstance(owner, tuple):
-                return args[0 if args[-1] is Ellipsis else int(name)], False
-            return args[-1], False
-    return Any, False
-
-
-def _child_of(owner: Any, name: str) -> Any:
-    if is_group(owner):
-        return (
-            getattr(owner, name)
-            if name in {entry.name for entry in config_fields(owner)}
-            else _MISSING
-        )
-    if isinstance(owner, dict):
-        return cast(dict[Any, Any], owner).get(name, _MISSING)
-    if isinstance(owner, (list, tuple)):
-        items = cast("list[Any]", owner)
-        return items[int(name)] if name.isdecimal() and int(name) < len(items) else _MISSING
-    return _MISSING
-
-
-def _missing_key(config: Any, key: str, parent: str, owner: Any) -> UserError:
-    group, _, last = key.rpartition(".")
-    if isinstance(owner, (list, tuple)):
-        count = len(cast("list[Any]", owner))
-        return UserError(
-            f"there is no {key}: {parent} has {count} items, counted from 0; set {parent} itself"
-        )
-    if group == parent and hasattr(owner, last):
-        return UserError(f"{key} is computed from other values and cannot be set")
-    owner_phrase = f" in {type(owner).__name__}" if group and group == parent else ""
-    known = OTHER_NAMES.get(last)
-    close = [known] if known else nearest_keys(key, dotted_keys(config))
-    return UserError(f"there is no {key}{owner_phrase}{suggestion(close)}")
-
-
-def _value_at(config: Any, key: str) -> Any:
-    value: Any = config
-    for name in key.split("."):
-        value = _child_of(value, name)
+        if slot.annotation is Any and is_group(slot.value) and not is_group(value):
+            raise _group_error(slot)
+        value = coerce(value, slot.annotation, request.text)
+    except CoercionError as error:
+        if request.from_reference and isinstance(request.value, str):
+            # an environment variable is text: parse it like a value on the command line
+            parsed = yaml_text.read(request.value, slot.key)
+            return _typed_value(slot, _Request(slot.key, parsed, request.value))
+        accepts_null = type(None) in get_args(slot.annotation)
+        if is_group(slot.value) and not accepts_null and not isinstance(request.value, Mapping):
+            raise UserError(f"{slot.key}: {_group_error(slot)}") from None
+        raise UserError(f"{slot.key} {error}") from None
+    except UserError as error:
+        raise UserError(f"{slot.key}: {error}") from None
+    if isinstance(value, str | Path) and str(value).startswith("~/"):
+        return type(value)(Path(value).expanduser())  # the shell does not expand ``key=~/path``
     return value
 
 

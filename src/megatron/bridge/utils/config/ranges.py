@@ -82,6 +82,8 @@ COUNT = Range(least=0, most=10_000)
 """Each is built or planned separately."""
 WORKERS = Range(least=0, most=1024)
 MINUTES = Range(above=0, most=525_600, meaning="a year")
+FINITE = "must be a finite number"
+
 SEED = Range(least=0, most=2**32 - 2**20)
 """Ranks and stages count on from a seed, and numpy's seeds end at 2**32."""
 
@@ -109,6 +111,11 @@ def numbers_in(value: Any, key: str = "") -> Iterator[tuple[str, int | float]]:
                 yield from numbers_in(item, f"{key}.{entry.name}" if key else entry.name)
 
 
+def infinite_numbers(config: Any) -> list[str]:
+    """Return ``key=value`` of each number of a config that is NaN or infinite, and no default."""
+    return [f"{key}={value}" for key, value in numbers_in(config) if not math.isfinite(value)]
+
+
 def out_of_range(config: Any, skipped: Collection[str] = ()) -> Iterator[str]:
     """Yield a sentence for each number of a dataclass that is not finite, or out of the range of its field.
 
@@ -116,9 +123,8 @@ def out_of_range(config: Any, skipped: Collection[str] = ()) -> Iterator[str]:
         config: An instance of the dataclass.
         skipped: Names of fields that may be out of their ranges.
     """
-    for key, value in numbers_in(config):
-        if not math.isfinite(value):
-            yield f"{key}={value}: must be a finite number"
+    for setting in infinite_numbers(config):
+        yield f"{setting}: {FINITE}"
     for name, allowed in ranges_of(cast(type[Any], type(config))).items():
         value = getattr(config, name)
         refusal = allowed.refusal(name, value)

@@ -13,7 +13,7 @@ from megatron.bridge.checkpoint import model_io
 from megatron.bridge.checkpoint.collective import on_first_rank
 from megatron.bridge.models.conversion.adapters import peft_format
 from megatron.bridge.models.conversion.engine import side_files
-from megatron.bridge.models.conversion.engine.plan import Plan, build_plan, tied_names
+from megatron.bridge.models.conversion.engine.plan import ConversionPlan, build_plan, tied_names
 from megatron.bridge.models.conversion.mapping_registry import MegatronMappingRegistry
 from megatron.bridge.models.conversion.model_bridge import (
     HFWeightTriple,
@@ -38,7 +38,7 @@ class AdapterCalls:
         """The mappings under the module names of transformers, which ``peft`` uses in the names of adapter tensors."""
         return self._bridge.as_modules(self.mapping_registry)
 
-    def _adapter_plan(self, model: Chunks) -> Plan:
+    def _adapter_plan(self, model: Chunks) -> ConversionPlan:
         chunks: list[Any] = [model_io.unwrap(chunk) for chunk in model_io.as_chunks(model)]
         config = chunks[0].config
         registry = self._bridge.as_modules(self._bridge.registry_for(config))

@@ -40,7 +40,7 @@ from megatron.bridge.models.conversion.adapters.peft_files import (
     read,
 )
 from megatron.bridge.models.conversion.engine import exchange
-from megatron.bridge.models.conversion.engine.plan import Plan, WeightConversionTask
+from megatron.bridge.models.conversion.engine.plan import ConversionPlan, WeightConversionTask
 from megatron.bridge.models.conversion.param_mapping import (
     MegatronParamMapping,
     ParallelKind,
@@ -97,12 +97,12 @@ def refuse_other_config(chunks: Sequence[nn.Module], peft_config: Any) -> None:
             )
 
 
-def merging(plan: Plan) -> Plan:
+def merging(plan: ConversionPlan) -> ConversionPlan:
     """Return the plan of the same export with adapters merged into the weights."""
     return replace(plan, tasks=tuple(replace(task, merges=True) for task in plan.tasks))
 
 
-def stream(plan: Plan) -> Iterator[ModuleTensors]:
+def stream(plan: ConversionPlan) -> Iterator[ModuleTensors]:
     """Yield the adapters of a model as full tensors on every rank, in the order of the model."""
     for task in plan.tasks:
         local_modules = [] if task.is_copy or task.param_weight is None else _of_task(task)
@@ -120,7 +120,7 @@ def stream(plan: Plan) -> Iterator[ModuleTensors]:
 
 
 def _tied_to(
-    module: str, tensors: Mapping[str, Tensor], plan: Plan, megatron_name: str
+    module: str, tensors: Mapping[str, Tensor], plan: ConversionPlan, megatron_name: str
 ) -> Iterator[ModuleTensors]:
     """Yield the output layer with a trained embedding: ``peft`` would keep the base's, although they are tied."""
     for kind, tensor in tensors.items():
@@ -220,7 +220,7 @@ def _module_of(name: str) -> str:
 
 
 def adapter_config(
-    modules: Sequence[ModuleTensors], plan: Plan, base: str | None
+    modules: Sequence[ModuleTensors], plan: ConversionPlan, base: str | None
 ) -> dict[str, Any]:
     """Return the content of ``adapter_config.json`` for the adapters of ``stream``, with the shortest exact names."""
     adapters = {
@@ -270,7 +270,7 @@ def _last_segment(module: str) -> str:
     return module.rpartition(".")[2]
 
 
-def _brief_names(modules: Iterable[str], plan: Plan) -> list[str] | None:
+def _brief_names(modules: Iterable[str], plan: ConversionPlan) -> list[str] | None:
     """Return names for ``modules``: the last segment if it matches only these, otherwise the full names."""
     adapted = set(modules)
     names: dict[str, None] = {}
@@ -290,7 +290,7 @@ def _brief_names(modules: Iterable[str], plan: Plan) -> list[str] | None:
     return list(names) or None
 
 
-def _brief_saved(modules: set[str], plan: Plan) -> list[str] | None:
+def _brief_saved(modules: set[str], plan: ConversionPlan) -> list[str] | None:
     """Return names for modules that are saved as a whole, which ``peft`` compares with the ends of all names.
 
     ``norm`` would also be ``input_layernorm``, so the full name is needed there.
@@ -303,7 +303,7 @@ def _brief_saved(modules: set[str], plan: Plan) -> list[str] | None:
     return list(names) or None
 
 
-def save(plan: Plan, directory: Path, base: str | None, write: bool) -> None:
+def save(plan: ConversionPlan, directory: Path, base: str | None, write: bool) -> None:
     """Write the adapters of a model into ``directory``; all ranks call this, and the ranks with ``write`` write."""
     modules = [
         replace(module, tensors={name: factor.cpu() for name, factor in module.tensors.items()})
@@ -324,7 +324,7 @@ def save(plan: Plan, directory: Path, base: str | None, write: bool) -> None:
         (directory / CONFIG).write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
 
 
-def _refuse_what_is_dropped(plan: Plan, modules: set[str]) -> None:
+def _refuse_what_is_dropped(plan: ConversionPlan, modules: set[str]) -> None:
     """Refuse adapters that ``peft`` would silently drop."""
     experts = {
         task.global_param_name: {_module_of(name) for name in task.mapping.hf_names}
@@ -367,7 +367,7 @@ def _refuse_half_of_experts(adapted: set[str]) -> None:
         )
 
 
-def load(plan: Plan, directory: Path) -> None:
+def load(plan: ConversionPlan, directory: Path) -> None:
     """Load the adapters of a model from a ``peft`` directory; no value changes if anything differs."""
     config, stored = read(directory)
     tensors = _drop_tied_copies(plan, stored, directory)
@@ -403,7 +403,7 @@ def load(plan: Plan, directory: Path) -> None:
 
 
 def _drop_tied_copies(
-    plan: Plan, tensors: Mapping[str, Tensor], directory: Path
+    plan: ConversionPlan, tensors: Mapping[str, Tensor], directory: Path
 ) -> dict[str, Tensor]:
     """Return the tensors without the second half of a tie; refuse halves that differ."""
     remaining = dict(tensors)
@@ -461,7 +461,9 @@ def _check_whole(
         )
 
 
-def _check_base_weights(plan: Plan, tensors: Mapping[str, Tensor], directory: Path) -> None:
+def _check_base_weights(
+    plan: ConversionPlan, tensors: Mapping[str, Tensor], directory: Path
+) -> None:
     """Refuse weights that ``peft`` stored again if they are not those of the base model."""
     for task in plan.tasks:
         if task.param_weight is None or not task.mapping.copies:

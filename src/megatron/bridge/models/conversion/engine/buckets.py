@@ -18,7 +18,7 @@ from torch import Tensor
 from megatron.bridge.models.conversion.adapters.adapted_layers import AdaptedModule
 from megatron.bridge.models.conversion.engine import exchange
 from megatron.bridge.models.conversion.engine.exchange import Pending
-from megatron.bridge.models.conversion.engine.plan import Plan, WeightConversionTask
+from megatron.bridge.models.conversion.engine.plan import ConversionPlan, WeightConversionTask
 from megatron.bridge.models.conversion.mappings.base import Unjoined
 from megatron.bridge.models.conversion.model_bridge import HFWeightTuple, MegatronModelBridge
 from megatron.bridge.models.hf_pretrained.safetensors_files import SafetensorsCheckpoint
@@ -32,7 +32,7 @@ Parts = Mapping[str, Tensor | Unjoined]  # the same, where some tensors are not 
 
 def stream(
     bridge: MegatronModelBridge,
-    plan: Plan,
+    plan: ConversionPlan,
     source: SafetensorsCheckpoint | None = None,
     cpu: bool = False,
     bucket_bytes: int = BUCKET_BYTES,
@@ -82,7 +82,7 @@ def stream(
 
 
 def to_first_rank(
-    plan: Plan, bucket_bytes: int = BUCKET_BYTES
+    plan: ConversionPlan, bucket_bytes: int = BUCKET_BYTES
 ) -> Iterator[tuple[str, Tensor | Unjoined]]:
     """Yield the tensors of ``stream`` on rank 0 of the model only; other ranks receive nothing.
 

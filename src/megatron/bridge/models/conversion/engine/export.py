@@ -14,13 +14,13 @@ from torch.distributed.tensor import DTensor
 
 from megatron.bridge.checkpoint.collective import on_every_rank, on_first_rank, out_of_space
 from megatron.bridge.models.conversion.engine import buckets, exchange
-from megatron.bridge.models.conversion.engine.plan import Plan, WeightConversionTask
+from megatron.bridge.models.conversion.engine.plan import ConversionPlan, WeightConversionTask
 from megatron.bridge.models.conversion.model_bridge import MegatronModelBridge
 from megatron.bridge.models.conversion.param_mapping import ShardSpec
 from megatron.bridge.models.hf_pretrained import model_folder, safetensors_writer
 from megatron.bridge.models.hf_pretrained.causal_lm import to_dtype
 from megatron.bridge.models.hf_pretrained.safetensors_files import SafetensorsCheckpoint
-from megatron.bridge.models.hf_pretrained.safetensors_writer import OutputFile, Writer
+from megatron.bridge.models.hf_pretrained.safetensors_writer import FileLayout, Writer
 from megatron.bridge.utils import distributed
 from megatron.bridge.utils.errors import UserError, first_few
 
@@ -63,7 +63,7 @@ class SaveOptions:
 
 def save(
     bridge: MegatronModelBridge,
-    plan: Plan,
+    plan: ConversionPlan,
     directory: Path,
     source: SafetensorsCheckpoint | None,
     options: SaveOptions,
@@ -90,7 +90,7 @@ def save(
 
 def check(
     bridge: MegatronModelBridge,
-    plan: Plan,
+    plan: ConversionPlan,
     source: SafetensorsCheckpoint | None,
     options: SaveOptions,
 ) -> None:
@@ -100,10 +100,10 @@ def check(
 
 def _output_layouts(
     bridge: MegatronModelBridge,
-    plan: Plan,
+    plan: ConversionPlan,
     source: SafetensorsCheckpoint | None,
     options: SaveOptions,
-) -> list[OutputFile]:
+) -> list[FileLayout]:
     entries = {} if source is None else source.entries
     stored = {name: (entry.dtype, entry.shape) for name, entry in entries.items()}
     exported: Specs = {}
@@ -162,7 +162,7 @@ def _as_declared(tensors: Specs, options: SaveOptions) -> Specs:
     }
 
 
-def _rename_files(layouts: list[OutputFile], folder: Path | None) -> list[OutputFile]:
+def _rename_files(layouts: list[FileLayout], folder: Path | None) -> list[FileLayout]:
     """Rename the files to names that are free in the target directory."""
     if folder is None:
         return layouts
@@ -174,7 +174,7 @@ def _rename_files(layouts: list[OutputFile], folder: Path | None) -> list[Output
 
 def _write_in_turn(
     bridge: MegatronModelBridge,
-    plan: Plan,
+    plan: ConversionPlan,
     tasks: Iterable[WeightConversionTask] | None,
     writer: Writer,
     source: SafetensorsCheckpoint | None,
@@ -197,7 +197,7 @@ def _write_in_turn(
 
 def _write_all(
     bridge: MegatronModelBridge,
-    plan: Plan,
+    plan: ConversionPlan,
     tasks: Iterable[WeightConversionTask],
     writer: Writer,
     source: SafetensorsCheckpoint | None,
@@ -301,7 +301,7 @@ def _check_place(
         )
 
 
-def _refuse_unwritten(layouts: list[OutputFile], writer: Writer) -> None:
+def _refuse_unwritten(layouts: list[FileLayout], writer: Writer) -> None:
     """Refuse tensors that no rank wrote."""
     written = set[str]().union(*distributed.all_gather_object(writer.written))
     missing = [name for layout in layouts for name in layout.entries if name not in written]

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from megatron.bridge.backends.fsdp import sharded_rows
-from megatron.bridge.models.conversion.engine.plan import Plan, WeightConversionTask
+from megatron.bridge.models.conversion.engine.plan import ConversionPlan, WeightConversionTask
 from megatron.bridge.models.conversion.model_bridge import MegatronModelBridge
 from megatron.bridge.models.conversion.param_mapping import CopyRange
 from megatron.bridge.models.hf_pretrained.safetensors_files import SafetensorsCheckpoint, dtype_name
@@ -28,7 +28,7 @@ THREADS = (
 
 def load(
     bridge: MegatronModelBridge,
-    plan: Plan,
+    plan: ConversionPlan,
     checkpoint: SafetensorsCheckpoint,
     declared_dtype: torch.dtype | None = None,
     allowed_mismatched_params: Sequence[str] | None = None,
@@ -48,7 +48,7 @@ def load(
 
 def checked(
     bridge: MegatronModelBridge,
-    plan: Plan,
+    plan: ConversionPlan,
     checkpoint: SafetensorsCheckpoint,
     declared_dtype: torch.dtype | None = None,
     allowed_mismatched_params: Sequence[str] | None = None,
@@ -173,7 +173,7 @@ def _compute_shard(
 
 
 def _check_tasks(
-    plan: Plan,
+    plan: ConversionPlan,
     tasks: list[WeightConversionTask],
     checkpoint: SafetensorsCheckpoint,
     declared_dtype: torch.dtype | None,
@@ -199,8 +199,8 @@ def _check_tasks(
 
 
 def _without_new_head(
-    bridge: MegatronModelBridge, plan: Plan, checkpoint: SafetensorsCheckpoint
-) -> tuple[Plan, set[str]]:
+    bridge: MegatronModelBridge, plan: ConversionPlan, checkpoint: SafetensorsCheckpoint
+) -> tuple[ConversionPlan, set[str]]:
     """Return the plan without a head that the checkpoint's class does not have, and the head's parameters."""
     new: set[str] = set()
     for task in plan.tasks:
@@ -217,7 +217,7 @@ def _without_new_head(
 
 
 def _missing_head_tensors(
-    task: WeightConversionTask, plan: Plan, checkpoint: SafetensorsCheckpoint
+    task: WeightConversionTask, plan: ConversionPlan, checkpoint: SafetensorsCheckpoint
 ) -> list[str]:
     """Return the tensors of a head that a checkpoint lacks."""
     return [
@@ -238,7 +238,7 @@ def _wrong_shapes(task: WeightConversionTask, checkpoint: SafetensorsCheckpoint)
 
 
 def _wrong_dtypes(
-    plan: Plan, checkpoint: SafetensorsCheckpoint, declared: torch.dtype | None
+    plan: ConversionPlan, checkpoint: SafetensorsCheckpoint, declared: torch.dtype | None
 ) -> list[str]:
     """Return a phrase for each tensor whose dtype cannot hold a weight; note those that lose precision.
 
@@ -278,7 +278,7 @@ def _holds_exactly(dtype: torch.dtype, stored: torch.dtype) -> bool:
     return torch.promote_types(dtype, stored) == dtype
 
 
-def _check_ties(plan: Plan, checkpoint: Mapping[str, Tensor]) -> None:
+def _check_ties(plan: ConversionPlan, checkpoint: Mapping[str, Tensor]) -> None:
     for name, same in plan.ties.items():
         if torch.equal(checkpoint[name], checkpoint[same]):
             continue

@@ -109,7 +109,7 @@ class WeightConversionTask:
 
 
 @dataclass(frozen=True)
-class Plan:
+class ConversionPlan:
     tasks: tuple[
         WeightConversionTask, ...
     ]  # in the order of the model; equal on every rank of a model replica
@@ -171,7 +171,7 @@ def build_plan(
     left_out: MTPLayers | None = None,
     replaced: frozenset[str] = frozenset(),
     find_unread: Callable[[Iterable[str]], Iterable[str]] = lambda names: (),
-) -> Plan:
+) -> ConversionPlan:
     """Match every parameter of the model with tensors of a checkpoint.
 
     Args:
@@ -223,7 +223,7 @@ def build_plan(
         problems += _incomplete_layers(unbuilt, entries)
     if problems:
         raise UserError(f"the conversion plan is inconsistent: {first_problems(problems)}")
-    return Plan(
+    return ConversionPlan(
         tuple(tasks), ties, carried, frozenset(again), frozenset(of_heads), replaced, unread
     )
 

@@ -19,7 +19,7 @@ from megatron.bridge.backends.cpu import allocator
 from megatron.bridge.checkpoint import loading, model_io
 from megatron.bridge.checkpoint.lazy_planner import LazyParameter, LazySavePlanner, storage_id
 from megatron.bridge.models.conversion.engine import load, stored_provider
-from megatron.bridge.models.conversion.engine.plan import Plan, WeightConversionTask
+from megatron.bridge.models.conversion.engine.plan import ConversionPlan, WeightConversionTask
 from megatron.bridge.models.conversion.model_bridge import MegatronModelBridge
 from megatron.bridge.models.hf_pretrained import PreTrainedCausalLM
 from megatron.bridge.models.model_provider import to_half_precision
@@ -33,7 +33,7 @@ _READERS = 1  # torch's reader holds the GIL for much of the time
 
 def planner(
     bridge: MegatronModelBridge,
-    plan: Plan,
+    plan: ConversionPlan,
     chunks: Sequence[nn.Module],
     pretrained: PreTrainedCausalLM,
     show_progress: bool,

@@ -11,7 +11,7 @@ from megatron.bridge.checkpoint.collective import on_first_rank
 from megatron.bridge.training.callbacks.base import Callback
 from megatron.bridge.training.callbacks.observe import metrics
 from megatron.bridge.training.callbacks.observe.metrics import Metrics
-from megatron.bridge.training.callbacks.observe.outputs import Output, outputs
+from megatron.bridge.training.callbacks.observe.outputs import MetricsOutput, outputs
 from megatron.bridge.training.config import ConfigContainer, TrainingConfig
 from megatron.bridge.training.initialize.rank_state import sizes_of
 from megatron.bridge.training.state import Run
@@ -29,7 +29,7 @@ class Logging(Callback):
 
     def __init__(self, config: ConfigContainer) -> None:
         self._config = config
-        self._outputs: list[Output] = []
+        self._outputs: list[MetricsOutput] = []
         self._totals: LossReport = {}
         self._steps = self._samples = 0
         self._seconds = 0.0

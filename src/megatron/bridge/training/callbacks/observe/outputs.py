@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from rich.live import Live
 
 
-class Output(Protocol):
+class MetricsOutput(Protocol):
     """A destination of metrics, used on the first rank."""
 
     def open(self, step: int, train_iters: int) -> None:
@@ -38,8 +38,8 @@ class Output(Protocol):
         """Flush and release resources; called once, also after an error and before ``open``."""
 
 
-def outputs(config: ConfigContainer) -> list[Output]:
-    chosen: list[Output] = [ConsoleOutput()]
+def outputs(config: ConfigContainer) -> list[MetricsOutput]:
+    chosen: list[MetricsOutput] = [ConsoleOutput()]
     if config.logger.log_dir:
         chosen.append(JsonLinesOutput(Path(config.logger.log_dir) / METRICS))
     if config.logger.tensorboard_dir:

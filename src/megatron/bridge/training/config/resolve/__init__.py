@@ -22,7 +22,8 @@ from megatron.bridge.training.config.resolve.schedule import (
 from megatron.bridge.training.config.resolve.usual_ranges import unusual_numbers
 from megatron.bridge.training.config.run_config import RunConfig
 from megatron.bridge.utils import storage
-from megatron.bridge.utils.config.origins import Origins, leaf_values
+from megatron.bridge.utils.config.keys import leaf_values
+from megatron.bridge.utils.config.origins import Origins
 from megatron.bridge.utils.config.serialize import copy_config
 from megatron.bridge.utils.errors import UserError
 from megatron.bridge.utils.storage_paths import url_of

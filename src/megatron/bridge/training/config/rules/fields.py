@@ -6,7 +6,6 @@ and on what is not available.
 """
 
 import dataclasses
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from types import NoneType
@@ -15,7 +14,13 @@ from typing import Any, Literal, get_args, get_origin
 from megatron.bridge.training.config.rules.values import default_of, value_of
 from megatron.bridge.training.config.run_config import RunConfig
 from megatron.bridge.utils.config.coerce import field_types
-from megatron.bridge.utils.config.ranges import BELOW_ONE, numbers_in, ranges_of
+from megatron.bridge.utils.config.ranges import (
+    BELOW_ONE,
+    FINITE,
+    infinite_numbers,
+    numbers_in,
+    ranges_of,
+)
 from megatron.bridge.utils.config.serialize import phantom_attributes
 
 _LARGEST = 2**53  # no size, count or seed is larger, and a float counts no further
@@ -23,15 +28,14 @@ _LARGEST = 2**53  # no size, count or seed is larger, and a float counts no furt
 
 def numbers_are_finite(config: RunConfig, world_size: int) -> Iterator[str]:
     """NaN and infinity would spread to every weight, and tensors count in 64 bits."""
-    infinite: list[str] = []
-    large: list[str] = []
-    for key, value in numbers_in(config):
-        if isinstance(value, int) and abs(value) >= _LARGEST:
-            large.append(f"{key}={value}")
-        elif not math.isfinite(value):
-            infinite.append(f"{key}={value}")
+    infinite = infinite_numbers(config)
     if infinite:
-        yield f"{', '.join(infinite)}: must be a finite number"
+        yield f"{', '.join(infinite)}: {FINITE}"
+    large = [
+        f"{key}={value}"
+        for key, value in numbers_in(config)
+        if isinstance(value, int) and abs(value) >= _LARGEST
+    ]
     if large:
         yield f"{', '.join(large)}: must be below {_LARGEST}"
 

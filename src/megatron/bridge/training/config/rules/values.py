@@ -10,7 +10,10 @@ from megatron.bridge.training.config.run_config import RunConfig
 
 
 def value_of(config: RunConfig, key: str) -> Any:
-    """The value of ``block.name``, or of ``block`` itself; None if the block is unset or has no such field."""
+    """The value of ``block.name``, or of ``block`` itself; None if the block is unset or has no such attribute.
+
+    Unlike ``keys.value_at``, it also reads properties: some data sets compute what others have as a field.
+    """
     value: Any = config
     for name in key.split("."):
         value = getattr(value, name, None)
