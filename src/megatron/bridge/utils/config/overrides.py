@@ -314,6 +314,11 @@ def _value_tree(owner: Any) -> Any:
     return interpolation.escape(owner) if isinstance(owner, str) else owner
 
 
+def _group_error(slot: Slot) -> UserError:
+    members = ", ".join(f"{slot.key}.{entry.name}" for entry in config_fields(slot.value)[:3])
+    return UserError(f"it is a group: set its members, such as {members}")
+
+
 def _typed_value(slot: Slot, request: _Request) -> Any:
     """Return the requested value in the type of the slot.
 
