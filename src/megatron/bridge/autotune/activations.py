@@ -27,7 +27,9 @@ import math
 from dataclasses import dataclass
 from typing import Any, cast
 
+from megatron.core.transformer.attention import Attention
 from megatron.core.transformer.identity_op import IdentityOp
+from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.utils import is_layer_window_attention
 from torch import nn
 
@@ -52,9 +54,8 @@ from megatron.bridge.autotune.vision_tower import NO_TOWER, TowerCounts, tower_c
 from megatron.bridge.backends.attention.block_mask import MASKED_ROWS
 from megatron.bridge.backends.attention.torch_attention import CUDA_SCORES
 from megatron.bridge.backends.cpu.device import has_cuda
-from megatron.bridge.backends.recurrent.gated_delta_net import DeltaNet
 from megatron.bridge.backends.specs.layer_specs import resolve_backend
-from megatron.bridge.models.flops import DELTA_CHUNK
+from megatron.bridge.models.features.registry import feature_of
 from megatron.bridge.models.model_provider import ModelProvider
 from megatron.bridge.training.config import ConfigContainer
 
@@ -478,9 +479,9 @@ def _bytes_inside_block(block: nn.Module, sizes: Sizes, recomputed: tuple[str, .
 
 def _of_module(path: str, module: Any, sizes: Sizes) -> int:
     """Return the bytes that one module saves without its children."""
-    for mark, count in _BY_ATTRIBUTE.items():
-        if hasattr(module, mark):
-            return count(module, sizes)
+    saved = _beside_matrices(module, sizes)
+    if saved is not None:
+        return saved
     shape = weight_shape(module)
     if shape is None or len(shape) == 3:  # a convolution's result is recomputed
         return 0
@@ -495,6 +496,17 @@ def _of_module(path: str, module: Any, sizes: Sizes) -> int:
     )
     inputs, other_elements = _linear_elements(path, shape, sizes, keeps_input(module))
     return int(inputs * sizes.saved) + (other_elements + adapter_elements) * sizes.number
+
+
+def _beside_matrices(module: Any, sizes: Sizes) -> int | None:
+    """Return the bytes that a module saves in addition to what its linear layers save; None if it is none of those."""
+    if isinstance(module, MoELayer):
+        return _dispatcher_bytes(module, sizes)
+    if isinstance(module, Attention):
+        return _attention_bytes(module, sizes)
+    feature = feature_of(type(module))
+    elements = None if feature is None else feature.saved_elements(module)
+    return None if elements is None else sizes.tokens * elements * sizes.number
 
 
 def _linear_elements(
@@ -584,33 +596,9 @@ def _attention_tile_bytes(attention: Any, sizes: Sizes) -> int:
     return (rows * min(keys, rows + visible_keys) + sizes.tokens * outputs) * sizes.number
 
 
-def _mamba_bytes(mixer: Any, sizes: Sizes) -> int:
-    """Return the bytes of the scan's output and its gated output; convolution and states are recomputed."""
-    return sizes.tokens * 2 * mixer.d_inner_local_tp * sizes.number
-
-
-def _delta_net(net: Any, sizes: Sizes) -> int:
-    """Count normalized queries and keys, copies per value head, values, gates, outputs, and the inverse per chunk."""
-    queries = 2 * net.key_head_dim * (net.num_k_heads_local_tp + net.num_v_heads_local_tp)
-    return (
-        sizes.tokens
-        * (queries + 3 * net.v_dim_local_tp + DELTA_CHUNK * net.num_v_heads_local_tp)
-        * sizes.number
-    )
-
-
 def _dispatcher_bytes(layer: Any, sizes: Sizes) -> int:
     """Return the bytes of the token-to-expert map, the permutation, and the router's probabilities."""
     return sizes.between * (layer.router.weight.size(0) * 8 + layer.router.topk * 16)
-
-
-_BY_ATTRIBUTE = {
-    "token_dispatcher": _dispatcher_bytes,
-    "core_attention": _attention_bytes,
-    "d_inner_local_tp": _mamba_bytes,
-    "num_v_heads_local_tp": _delta_net,
-}
-"""Modules that save more than inputs and outputs of linear layers, by an attribute that only they have."""
 
 
 def _working_bytes(layer: nn.Module, sizes: Sizes) -> int:
@@ -630,13 +618,17 @@ def _scored_bytes(layer: Any, sizes: Sizes) -> int:
 
 def _scanned_bytes(layer: Any, sizes: Sizes) -> int:
     """Return the bytes that the backward pass of PyTorch's scan needs beyond the MLP's freed tensors."""
-    mixer: Any = next(
-        (module for module in layer.modules() if hasattr(module, "scan_numbers")), None
-    )
-    if mixer is None or (isinstance(mixer, DeltaNet) and has_cuda()):
+    scans = (_scan_elements(module, sizes.tokens) for module in layer.modules())
+    elements = next((count for count in scans if count), 0)
+    if not elements:
         return 0
     freed = kept_inside("mlp", layer.mlp, sizes) if hasattr(layer, "mlp") else 0
-    return 2 * sizes.stream + mixer.scan_numbers(sizes.tokens) * _FP32 - freed
+    return 2 * sizes.stream + elements * _FP32 - freed
+
+
+def _scan_elements(module: nn.Module, tokens: int) -> int:
+    feature = feature_of(type(module))
+    return 0 if feature is None else feature.scan_elements(module, tokens)
 
 
 def _summed_bytes(layer: Any, sizes: Sizes) -> int:

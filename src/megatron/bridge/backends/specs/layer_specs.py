@@ -22,7 +22,6 @@ from megatron.core.models.gpt.gpt_layer_specs import (
     get_mlp_module_spec_for_backend,
 )
 from megatron.core.ssm.gated_delta_net import GatedDeltaNet, GatedDeltaNetSubmodules
-from megatron.core.ssm.mamba_mixer import MambaMixerSubmodules
 from megatron.core.tensor_parallel import ColumnParallelLinear
 from megatron.core.tensor_parallel import layers as tensor_parallel_layers
 from megatron.core.tensor_parallel.mappings import (
@@ -54,30 +53,17 @@ from megatron.core.transformer.transformer_layer import (
 from torch import Tensor
 
 from megatron.bridge.backends.attention.kernel_choice import install_kernel_choice
-from megatron.bridge.backends.attention.sparse_attention import SparseAttention, is_sparse
+from megatron.bridge.backends.attention.sparse_attention import is_sparse
 from megatron.bridge.backends.cpu.device import has_cuda
 from megatron.bridge.backends.hardware import compiler
 from megatron.bridge.backends.kernels import compiled, eager, mtp_loss
 from megatron.bridge.backends.moe import aux_loss_metrics
-from megatron.bridge.backends.moe.latent_experts import LatentExperts
 from megatron.bridge.backends.recurrent.gated_delta_net import DeltaNet
-from megatron.bridge.backends.recurrent.kimi_delta import KimiDeltaAttention
-from megatron.bridge.backends.recurrent.mamba1 import Mamba1Mixer
-from megatron.bridge.backends.recurrent.one_group_mamba import OneGroupMambaMixer
-from megatron.bridge.backends.recurrent.short_conv import ShortConv
 from megatron.bridge.backends.specs import layer_features
 from megatron.bridge.backends.specs.torch_spec import TorchLatentAttention, TorchSpecProvider
 from megatron.bridge.utils.errors import UserError
 
 BACKENDS = ("torch", "transformer_engine")
-
-
-MIXERS: dict[str, type] = {
-    "kda_layers": KimiDeltaAttention,
-    "short_conv_layers": ShortConv,
-    "mamba_layers": OneGroupMambaMixer,
-}
-"""Field that lists the layers with a mixer instead of attention -> the mixer; Mamba-1 if ``mamba_dt_rank`` is set."""
 
 
 def has_transformer_engine() -> bool:
@@ -111,7 +97,7 @@ def decoder_block_spec(
         aux_loss_metrics.install_growing_tracker()
     if backend == "transformer_engine":
         block = _transformer_engine_block(config, vp_stage)
-        return layer_features.add_features(block, config, get_backend("transformer_engine"))
+        return _with_features(block, config, get_backend("transformer_engine"), vp_stage)
     provider = TorchSpecProvider()
     kinds = [
         tuple(map(bool, kind))
@@ -119,7 +105,6 @@ def decoder_block_spec(
     ]
     specs = {kind: layer_spec(config, provider, *kind) for kind in set(kinds)}
     layers = [specs[kinds[index]] for index in _layers_here(config, vp_stage)]
-    layers = _with_mixers(layers, config, vp_stage, provider, provider.column_parallel_linear())
     blocks = getattr(config, "per_block_parameters", None)
     if blocks is not None:
         layers = [
@@ -127,7 +112,37 @@ def decoder_block_spec(
             for spec, index in zip(layers, _layers_here(config, vp_stage), strict=True)
         ]
     block = TransformerBlockSubmodules(layer_specs=layers, layer_norm=provider.layer_norm())
-    return layer_features.add_features(block, config, provider)
+    return _with_features(block, config, provider, vp_stage)
+
+
+def _with_features(
+    block: TransformerBlockSubmodules,
+    config: Any,
+    provider: BackendSpecProvider,
+    vp_stage: int | None,
+) -> TransformerBlockSubmodules:
+    """Add the features that ``config`` declares; a provider also has those of ``models.features``."""
+    block = layer_features.add_features(block, config, provider)
+    layers = [
+        with_provider_features(spec, config, index + 1, provider)
+        for spec, index in zip(block.layer_specs or [], _layers_here(config, vp_stage), strict=True)
+    ]
+    return dataclasses.replace(block, layer_specs=layers)
+
+
+def with_provider_features(
+    spec: ModuleSpec, config: Any, layer_number: int | None, provider: BackendSpecProvider
+) -> ModuleSpec:
+    """Return the spec of a layer with the features of ``config``, which has them if it is a model provider.
+
+    Args:
+        spec: Of a decoder layer.
+        config: May be a plain config of Megatron-Core.
+        layer_number: Counted from 1; None in a hybrid model, whose layers of a kind share a spec.
+        provider: That of the backend for which ``spec`` was made.
+    """
+    change = getattr(config, "change_layer_spec", None)
+    return spec if change is None else change(spec, layer_number, provider)
 
 
 def _transformer_engine_block(
@@ -142,51 +157,12 @@ def _transformer_engine_block(
         block = get_gpt_decoder_block_spec(
             config, use_transformer_engine=True, qk_l2_norm=config.qk_l2_norm, vp_stage=vp_stage
         )
-        provider = get_backend("transformer_engine")
-        first = provider.column_parallel_layer_norm_linear()
-        layers = _with_mixers(block.layer_specs or [], config, vp_stage, provider, first)
     else:
         block = get_transformer_block_with_experimental_attention_variant_spec(
             config, vp_stage=vp_stage
         )
-        layers = block.layer_specs or []
+    layers = block.layer_specs or []
     return dataclasses.replace(block, layer_specs=[_with_own_attention(spec) for spec in layers])
-
-
-def _with_mixers(
-    layers: list[ModuleSpec],
-    config: TransformerConfig,
-    vp_stage: int | None,
-    provider: BackendSpecProvider,
-    first: Any,
-) -> list[ModuleSpec]:
-    """Replace attention by the mixers of ``MIXERS`` in the layers that ``config`` selects."""
-    field = next((name for name in MIXERS if getattr(config, name, None) is not None), None)
-    if field is None:
-        return layers
-    mixer: type = Mamba1Mixer if getattr(config, "mamba_dt_rank", None) else MIXERS[field]
-    pattern: list[int] = getattr(config, field)
-    spec = ModuleSpec(
-        module=mixer, submodules=MambaMixerSubmodules(first, provider.row_parallel_linear())
-    )
-    return [
-        _with_mixer(layer, spec) if pattern[index] else layer
-        for layer, index in zip(layers, _layers_here(config, vp_stage), strict=True)
-    ]
-
-
-def _with_mixer(layer: ModuleSpec, mixer: ModuleSpec) -> ModuleSpec:
-    parts = layer.submodules
-    assert isinstance(parts, TransformerLayerSubmodules)
-    names = {**parts.sharded_state_dict_keys_map}
-    if "input_layernorm." in names:
-        names["input_layernorm."] = "self_attention.in_proj.layer_norm_"
-    return dataclasses.replace(
-        layer,
-        submodules=dataclasses.replace(
-            parts, self_attention=mixer, sharded_state_dict_keys_map=names
-        ),
-    )
 
 
 class LatentAttention(MLASelfAttention):
@@ -298,22 +274,19 @@ def layer_spec(
             self_attention=attention(config, provider),
             self_attn_bda=get_bias_dropout_add,  # type: ignore[arg-type] - a function, as in Megatron-Core's specs
             pre_mlp_layernorm=norm,
-            mlp=_experts_spec(config, provider)
-            if moe
-            else get_mlp_module_spec_for_backend(provider),
+            mlp=_mlp_spec(config, provider, moe),
             mlp_bda=get_bias_dropout_add,  # type: ignore[arg-type]
             sharded_state_dict_keys_map=_fused_names(config, moe, linear),
         ),
     )
 
 
-def _experts_spec(config: TransformerConfig, provider: BackendSpecProvider) -> Any:
-    experts: Any = get_mlp_module_spec_for_backend(
+def _mlp_spec(config: TransformerConfig, provider: BackendSpecProvider, moe: bool) -> Any:
+    if not moe:
+        return get_mlp_module_spec_for_backend(provider)
+    return get_mlp_module_spec_for_backend(
         provider, num_experts=config.num_moe_experts, moe_grouped_gemm=config.moe_grouped_gemm
     )
-    if config.moe_latent_size and isinstance(provider, TorchSpecProvider):
-        return partial(LatentExperts, *experts.args, **experts.keywords)
-    return experts
 
 
 def _fused_names(config: TransformerConfig, moe: bool, linear: bool) -> dict[str, str]:
@@ -371,7 +344,7 @@ def _latent_attention(config: TransformerConfig, provider: BackendSpecProvider) 
             linear_q_up_proj=linear,
             linear_kv_down_proj=linear,
             linear_kv_up_proj=linear,
-            core_attention=SparseAttention if is_sparse(config) else provider.core_attention(),
+            core_attention=provider.core_attention(),
             linear_proj=provider.row_parallel_linear(),
             q_layernorm=norm if q_lora_rank is not None else IdentityOp,
             kv_layernorm=norm,

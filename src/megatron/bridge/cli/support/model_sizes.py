@@ -5,6 +5,7 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from megatron.bridge.models.features.registry import FEATURES
 from megatron.bridge.utils.config.overrides import Change
 
 _FOLLOWING: dict[str, tuple[tuple[str, ...], Callable[[dict[str, Any]], int]]] = {
@@ -17,9 +18,13 @@ _FOLLOWING: dict[str, tuple[tuple[str, ...], Callable[[dict[str, Any]], int]]] =
 """Size -> the sizes that it usually follows from, and how."""
 _KEPT = {
     "hidden_size": (
-        *("kv_channels", "ffn_hidden_size", "moe_ffn_hidden_size", "moe_latent_size"),
-        *("moe_shared_expert_intermediate_size", "q_lora_rank", "kv_lora_rank"),
-        *("mamba_num_heads", "linear_num_key_heads", "linear_num_value_heads"),
+        "kv_channels",
+        "ffn_hidden_size",
+        "moe_ffn_hidden_size",
+        "moe_shared_expert_intermediate_size",
+        "q_lora_rank",
+        "kv_lora_rank",
+        *(name for feature in FEATURES for name in feature.scales_with_width),
     ),
     "num_attention_heads": ("kv_channels", "num_query_groups"),
 }
