@@ -13,7 +13,7 @@ from typing import Any, cast
 import torch
 
 from megatron.bridge.autotune import meta_model
-from megatron.bridge.autotune.activations import images_of_row, sizes_of
+from megatron.bridge.autotune.activation_sizes import images_of_row, sizes_of
 from megatron.bridge.autotune.gpus import GPUS, gpu, gpu_name
 from megatron.bridge.autotune.memory import RankMemory, fullest_stage, memory_per_rank
 from megatron.bridge.autotune.predict import predict
@@ -142,7 +142,7 @@ def _images(config: "ConfigContainer") -> Iterator[str]:
     if vision is None:
         return
     yield (
-        f"each rank encodes up to {sizes_of(config).images:,} tokens of images at once: dataset.max_image_tokens "
+        f"each rank encodes up to {sizes_of(config).image_tokens:,} tokens of images at once: dataset.max_image_tokens "
         "limits them, and model.recompute_vision_model=true stores fewer activations"
     )
 
