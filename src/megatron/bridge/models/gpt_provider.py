@@ -396,15 +396,6 @@ def pad_query_groups(provider: Any) -> int | None:
     return groups
 
 
-def drop_mtp_layers(provider: Any) -> None:
-    """Leave out the layers of multi-token prediction, also from the layout of the pipeline's stages."""
-    provider.mtp_num_layers = None
-    if isinstance(provider.pipeline_model_parallel_layout, str):
-        provider.pipeline_model_parallel_layout = provider.pipeline_model_parallel_layout.replace(
-            "m", ""
-        )
-
-
 def _offset_positions(model: LanguageModule, offset: int) -> None:
     """Start the learned positions of ``model`` at row ``offset`` of their table."""
     if offset and hasattr(model, "embedding"):

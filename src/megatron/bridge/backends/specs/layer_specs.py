@@ -8,7 +8,7 @@ following linear layer, the separate norm of the torch backend is saved under th
 import dataclasses
 from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 from megatron.core.extensions.transformer_engine import HAVE_TE
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
@@ -21,7 +21,6 @@ from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_mtp_block_spec_for_backend,
     get_mlp_module_spec_for_backend,
 )
-from megatron.core.ssm.gated_delta_net import GatedDeltaNet, GatedDeltaNetSubmodules
 from megatron.core.tensor_parallel import ColumnParallelLinear
 from megatron.core.tensor_parallel import layers as tensor_parallel_layers
 from megatron.core.tensor_parallel.mappings import (
@@ -53,12 +52,10 @@ from megatron.core.transformer.transformer_layer import (
 from torch import Tensor
 
 from megatron.bridge.backends.attention.kernel_choice import install_kernel_choice
-from megatron.bridge.backends.attention.sparse_attention import is_sparse
 from megatron.bridge.backends.cpu.device import has_cuda
 from megatron.bridge.backends.hardware import compiler
 from megatron.bridge.backends.kernels import compiled, eager, mtp_loss
 from megatron.bridge.backends.moe import aux_loss_metrics
-from megatron.bridge.backends.recurrent.gated_delta_net import DeltaNet
 from megatron.bridge.backends.specs import layer_features
 from megatron.bridge.backends.specs.torch_spec import TorchLatentAttention, TorchSpecProvider
 from megatron.bridge.utils.errors import UserError
@@ -93,18 +90,15 @@ def decoder_block_spec(
 ) -> TransformerBlockSubmodules:
     """Return the specs of this pipeline rank's layers in virtual stage ``vp_stage``, and of the final norm."""
     install_kernel_choice()
-    if config.num_moe_experts is not None or is_sparse(config):
+    if config.num_moe_experts is not None:
         aux_loss_metrics.install_growing_tracker()
     if backend == "transformer_engine":
         block = _transformer_engine_block(config, vp_stage)
         return _with_features(block, config, get_backend("transformer_engine"), vp_stage)
     provider = TorchSpecProvider()
-    kinds = [
-        tuple(map(bool, kind))
-        for kind in zip(moe_pattern(config), linear_pattern(config), strict=True)
-    ]
-    specs = {kind: layer_spec(config, provider, *kind) for kind in set(kinds)}
-    layers = [specs[kinds[index]] for index in _layers_here(config, vp_stage)]
+    has_experts = moe_pattern(config)
+    specs = {moe: layer_spec(config, provider, bool(moe)) for moe in set(has_experts)}
+    layers = [specs[has_experts[index]] for index in _layers_here(config, vp_stage)]
     blocks = getattr(config, "per_block_parameters", None)
     if blocks is not None:
         layers = [
@@ -178,16 +172,12 @@ class LatentAttention(MLASelfAttention):
         }
 
 
-_OWN_ATTENTION: dict[type, type] = {GatedDeltaNet: DeltaNet, MLASelfAttention: LatentAttention}
-
-
 def _with_own_attention(spec: ModuleSpec) -> ModuleSpec:
-    """Replace Megatron-Core's core attention by this package's, if there is one."""
+    """Replace Megatron-Core's latent attention by this package's."""
     parts: Any = spec.submodules
-    attention_class = _OWN_ATTENTION.get(parts.self_attention.module)
-    if attention_class is None:
+    if parts.self_attention.module is not MLASelfAttention:
         return spec
-    attention = dataclasses.replace(parts.self_attention, module=attention_class)
+    attention = dataclasses.replace(parts.self_attention, module=LatentAttention)
     return dataclasses.replace(
         spec, submodules=dataclasses.replace(parts, self_attention=attention)
     )
@@ -222,20 +212,11 @@ def moe_pattern(config: TransformerConfig) -> list[int]:
     frequency = config.moe_layer_freq
     if isinstance(frequency, int):
         return [int(index % frequency == 0) for index in range(config.num_layers)]
-    return _listed_pattern(config, "moe_layer_freq", "0 (dense) or 1 (experts)")
+    return listed_pattern(config, "moe_layer_freq", "0 (dense) or 1 (experts)")
 
 
-def linear_pattern(config: TransformerConfig) -> list[int]:
-    """Return 1 for each decoder layer with a gated delta net, 0 for each with attention."""
-    frequency = config.linear_attention_freq
-    if frequency is None:
-        return [0] * config.num_layers
-    if isinstance(frequency, int):
-        return [int((index + 1) % frequency != 0) for index in range(config.num_layers)]
-    return _listed_pattern(config, "linear_attention_freq", "1 (gated delta net) or 0 (attention)")
-
-
-def _listed_pattern(config: TransformerConfig, field: str, kinds: str) -> list[int]:
+def listed_pattern(config: TransformerConfig, field: str, kinds: str) -> list[int]:
+    """Return the list of numbers ``field``, one for each layer; ``kinds`` says what they are in a message."""
     pattern: list[int] = getattr(config, field)
     if len(pattern) != config.num_layers or set(pattern) - {0, 1}:
         raise UserError(
@@ -252,20 +233,12 @@ def _layers_here(config: TransformerConfig, vp_stage: int | None) -> list[int]:
     return list(range(first, first + get_num_layers_to_build(config, vp_stage=vp_stage)))
 
 
-def layer_spec(
-    config: TransformerConfig, provider: BackendSpecProvider, moe: bool, linear: bool = False
-) -> ModuleSpec:
+def layer_spec(config: TransformerConfig, provider: BackendSpecProvider, moe: bool) -> ModuleSpec:
     """Return the spec of a decoder layer with separate norms, attention, and an MLP or experts (``moe``).
 
-    Attention is multi-head or multi-latent, as in ``config``, or a gated delta net (``linear``).
+    Attention is multi-head or multi-latent, as in ``config``.
     """
-    attention = (
-        _latent_attention
-        if config.multi_latent_attention
-        else _delta_net
-        if linear
-        else _attention_spec
-    )
+    attention = _latent_attention if config.multi_latent_attention else _attention_spec
     norm = provider.layer_norm(has_residual=True)
     return ModuleSpec(
         module=TransformerLayer,
@@ -276,7 +249,7 @@ def layer_spec(
             pre_mlp_layernorm=norm,
             mlp=_mlp_spec(config, provider, moe),
             mlp_bda=get_bias_dropout_add,  # type: ignore[arg-type]
-            sharded_state_dict_keys_map=_fused_names(config, moe, linear),
+            sharded_state_dict_keys_map=_fused_names(config, moe),
         ),
     )
 
@@ -289,12 +262,11 @@ def _mlp_spec(config: TransformerConfig, provider: BackendSpecProvider, moe: boo
     )
 
 
-def _fused_names(config: TransformerConfig, moe: bool, linear: bool) -> dict[str, str]:
+def _fused_names(config: TransformerConfig, moe: bool) -> dict[str, str]:
     """Return the names under which Transformer Engine's layers save the norms that are separate here."""
     names = {} if moe else {"pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_"}
     if not config.multi_latent_attention:
-        first = "in_proj" if linear else "linear_qkv"
-        return {"input_layernorm.": f"self_attention.{first}.layer_norm_"} | names
+        return {"input_layernorm.": "self_attention.linear_qkv.layer_norm_"} | names
     if config.qk_layernorm:
         for kind in ("q", "kv"):
             names[f"self_attention.{kind}_layernorm."] = (
@@ -316,17 +288,6 @@ def _attention_spec(config: TransformerConfig, provider: BackendSpecProvider) ->
             linear_proj=provider.row_parallel_linear(),
             q_layernorm=qk_norm,
             k_layernorm=qk_norm,
-        ),
-    )
-
-
-def _delta_net(config: TransformerConfig, provider: BackendSpecProvider) -> ModuleSpec:
-    return ModuleSpec(
-        module=DeltaNet,
-        submodules=GatedDeltaNetSubmodules(
-            in_proj=provider.column_parallel_linear(),
-            out_norm=cast(type, provider.layer_norm()),
-            out_proj=provider.row_parallel_linear(),
         ),
     )
 

@@ -251,8 +251,6 @@ def _shrink_layers(model: Any) -> None:
             (_STAGE_SEPARATOR if _STAGE_SEPARATOR in pattern else "").join(parts),
         )
     model.num_layers = count
-    if model.mtp_num_layers:
-        model.mtp_num_layers = 1
     if model.recompute_num_layers:
         model.recompute_num_layers = 1
 

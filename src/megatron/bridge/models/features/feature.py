@@ -2,8 +2,8 @@
 """What a layer feature is: one object that knows its settings, its layers, its costs and its toy sizes.
 
 A feature is a subclass of ``LayerFeature``, mostly in a module of its own, and a row of ``registry.FEATURES``. All
-methods have defaults that change nothing, so a feature defines only what it has. ``config`` is a provider; in
-``check``, ``derive`` and all that builds a model it is the copy that ``resolved`` makes.
+methods have defaults that change nothing, so a feature defines only what it has. ``config`` is a provider: the copy
+that ``resolved`` makes, except that ``check`` is also asked of the declared one, whose ``backend`` may be ``auto``.
 """
 
 from collections.abc import Iterable, Iterator, Mapping

@@ -1,15 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
 """Layers with a gated delta net instead of attention (Qwen3-Next, Qwen3.5), by Megatron-Core's own settings."""
 
+import dataclasses
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, cast
 
 import torch.nn.functional as F
-from megatron.core.ssm.gated_delta_net import GatedDeltaNet
+from megatron.core.models.backends import BackendSpecProvider
+from megatron.core.ssm.gated_delta_net import GatedDeltaNet, GatedDeltaNetSubmodules
+from megatron.core.transformer.spec_utils import ModuleSpec
 
 from megatron.bridge.backends.cpu.device import has_cuda
 from megatron.bridge.backends.recurrent.gated_delta_net import DeltaNet
-from megatron.bridge.backends.specs.layer_specs import linear_pattern
+from megatron.bridge.backends.specs.layer_specs import listed_pattern
+from megatron.bridge.backends.specs.torch_spec import TorchSpecProvider
 from megatron.bridge.models.features.feature import LayerFeature, ToySizes, differing, kernels_note
 from megatron.bridge.models.features.mixer_layers import MADE_FOR_ATTENTION
 
@@ -18,6 +22,16 @@ KIND = "gated_delta_net"
 
 _CHUNK = 64  # tokens whose scores a kernel computes together
 _BF16 = 2  # bytes
+
+
+def linear_pattern(config: Any) -> list[int]:
+    """Return 1 for each decoder layer with a gated delta net, 0 for each with attention."""
+    frequency = config.linear_attention_freq
+    if frequency is None:
+        return [0] * config.num_layers
+    if isinstance(frequency, int):
+        return [int((index + 1) % frequency != 0) for index in range(config.num_layers)]
+    return listed_pattern(config, "linear_attention_freq", "1 (gated delta net) or 0 (attention)")
 
 
 class GatedDeltaNets(LayerFeature):
@@ -51,6 +65,27 @@ class GatedDeltaNets(LayerFeature):
         else:
             yield from _check_layers(config)
 
+    def change_layer_spec(
+        self,
+        spec: ModuleSpec,
+        config: Any,
+        layer_number: int | None,
+        provider: BackendSpecProvider,
+    ) -> ModuleSpec:
+        if layer_number is None or not self.is_used(config):
+            return spec
+        if not linear_pattern(config)[layer_number - 1]:
+            return spec
+        layer: Any = spec.submodules
+        names = dict(layer.sharded_state_dict_keys_map)
+        if isinstance(provider, TorchSpecProvider):
+            net = _torch_spec(provider)
+            names["input_layernorm."] = "self_attention.in_proj.layer_norm_"
+        else:  # Megatron-Core's specs have such layers
+            net = dataclasses.replace(layer.self_attention, module=DeltaNet)
+        changed = dataclasses.replace(layer, self_attention=net, sharded_state_dict_keys_map=names)
+        return dataclasses.replace(spec, submodules=changed)
+
     def operations(self, module: Any, length: int) -> float:
         """Count those of the state, and within a chunk those of scores, outputs and a triangular system."""
         keys, values = module.key_head_dim, module.value_head_dim
@@ -79,6 +114,17 @@ class GatedDeltaNets(LayerFeature):
 
     def toy_sizes(self, config: Any, toy: ToySizes) -> dict[str, Any]:
         return toy_delta_sizes(toy, values_per_key=2) if self.is_used(config) else {}
+
+
+def _torch_spec(provider: TorchSpecProvider) -> ModuleSpec:
+    return ModuleSpec(
+        module=DeltaNet,
+        submodules=GatedDeltaNetSubmodules(
+            in_proj=provider.column_parallel_linear(),
+            out_norm=cast(type, provider.layer_norm()),
+            out_proj=provider.row_parallel_linear(),
+        ),
+    )
 
 
 def toy_delta_sizes(toy: ToySizes, values_per_key: int) -> dict[str, Any]:

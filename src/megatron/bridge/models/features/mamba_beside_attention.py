@@ -48,9 +48,6 @@ _EXCLUDED: dict[str, Any] = {
     "parallel_residual": None,
     "norm_placement": "pre",
     "experimental_attention_variant": None,
-    "kda_layers": None,
-    "short_conv_layers": None,
-    "mamba_layers": None,
 }
 
 

@@ -63,9 +63,7 @@ class MambaLayers(MixerLayers):
         return ("mamba_num_heads", "mamba_state_dim")
 
     def required(self, config: Any) -> dict[str, Any]:
-        required = super().required(config)
-        del required["mamba_layers"]
-        return {**required, "mamba_num_groups": 1}
+        return {**super().required(config), "mamba_num_groups": 1}
 
     def operations(self, module: Any, length: int) -> float:
         """Count the products within a chunk, and those with the states between chunks (see ``backends.ssd``)."""

@@ -27,13 +27,20 @@ MADE_FOR_ATTENTION: dict[str, Any] = {
 
 
 class MixerLayers(LayerFeature):
-    """Layers with a mixer instead of attention.
+    """Layers with a mixer instead of attention; a model has mixers of one kind.
 
     Attributes:
         field: The field that lists the layers, with a 1 for each that has the mixer.
+        all_fields: Those of all subclasses.
     """
 
     field: ClassVar[str]
+    all_fields: ClassVar[list[str]] = []
+
+    def __init_subclass__(cls) -> None:
+        """Remember the field, which other mixers exclude."""
+        super().__init_subclass__()
+        cls.all_fields.append(cls.field)
 
     def mixer_class(self, config: Any) -> type:
         """Return the class of the mixer, which takes ``MambaMixerSubmodules`` as its submodules."""
@@ -45,11 +52,13 @@ class MixerLayers(LayerFeature):
 
     def required(self, config: Any) -> dict[str, Any]:
         """Return the settings that the layers need, and their values."""
+        other_mixers = [name for name in self.all_fields if name != self.field]
         return {
             **MADE_FOR_ATTENTION,
+            **dict.fromkeys(other_mixers),
+            "mamba_beside_attention": None,
             "experimental_attention_variant": None,
             "mtp_num_layers": None,
-            "mamba_layers": None,
         }
 
     def check(self, config: Any) -> Iterator[str]:

@@ -22,6 +22,7 @@ from megatron.bridge.models.features.mamba_beside_attention import (
     MambaBesideAttentionFields,
 )
 from megatron.bridge.models.features.mamba_layers import MambaFields, MambaLayers
+from megatron.bridge.models.features.multi_token_prediction import MultiTokenPrediction
 from megatron.bridge.models.features.multipliers import (
     MultiplierFields,
     Multipliers,
@@ -71,6 +72,7 @@ FEATURES: list[LayerFeature] = [
     MambaBesideAttention(),
     GatedDeltaNets(),
     ChosenKeys(),
+    MultiTokenPrediction(),
     ExpertsOfLatents(),
     DenseLayerBesideExperts(),
     PerLayerEmbeddings(),

@@ -15,6 +15,7 @@ from megatron.bridge.backends.attention.sparse_attention import (
     link_shared,
     takes_over,
 )
+from megatron.bridge.backends.moe import aux_loss_metrics
 from megatron.bridge.models.features.feature import (
     LayerFeature,
     ToySizes,
@@ -81,6 +82,7 @@ class ChosenKeys(LayerFeature):
     ) -> ModuleSpec:
         if not is_sparse(config):
             return spec
+        aux_loss_metrics.install_growing_tracker()  # of the loss of indexers
         layer: Any = spec.submodules
         attention = layer.self_attention
         parts = dataclasses.replace(attention.submodules, core_attention=SparseAttention)

@@ -158,7 +158,6 @@ FEATURES = [
         ],
     ),
     Feature(On("model.moe_paged_stash"), prefixes=["model.moe_paged_stash_"]),
-    Feature(On("model.mtp_num_layers"), prefixes=["model.mtp_"]),
     Feature(On("model.use_mup"), prefixes=["model.mup_"]),
     Feature(On("model.qk_clip"), prefixes=["model.qk_clip_"]),
     Feature(
