@@ -19,6 +19,7 @@ from megatron.bridge.models import GPTModelProvider
 from megatron.bridge.models.features.feature import LayerFeature
 from megatron.bridge.models.features.registry import FEATURES, FeatureFields
 from megatron.bridge.models.flops import local_flops_per_token
+from megatron.bridge.recipes.catalog import find
 from megatron.bridge.training.config.rules import model as model_rules
 from megatron.bridge.utils.errors import UserError
 from tests.unit_tests.autotune.test_memory import configured
@@ -80,7 +81,7 @@ class GatedProvider(GateFields, GPTModelProvider):
 LAYERS, RANK, HIDDEN = 3, 8, 64
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture
 def registered():
     feature = OutputGates()
     FEATURES.append(feature)
@@ -104,6 +105,7 @@ def gated(**changed):
     return GatedProvider(**{**settings, **changed})
 
 
+@pytest.mark.usefixtures("registered")
 def test_the_provider_and_the_rules_check_it():
     with pytest.raises(UserError, match="gate_rank=7 must be even: use 8"):
         gated(gate_rank=7).finalize()
@@ -113,6 +115,7 @@ def test_the_provider_and_the_rules_check_it():
     gated().finalize()
 
 
+@pytest.mark.usefixtures("registered")
 def test_all_problems_are_said_together():
     provider = gated(gate_rank=7, num_labels=3)
     with pytest.raises(UserError) as refused:
@@ -121,6 +124,7 @@ def test_all_problems_are_said_together():
     assert "num_labels=3" in str(refused.value)
 
 
+@pytest.mark.usefixtures("registered")
 def test_the_model_has_it_and_computes_with_it():
     (plain,) = gated(gate_rank=None).provide_distributed_model(wrap_with_ddp=False)
     (model,) = gated().provide_distributed_model(wrap_with_ddp=False)
@@ -136,6 +140,7 @@ def test_the_model_has_it_and_computes_with_it():
     assert not torch.allclose(model(**arguments), plain(**arguments))
 
 
+@pytest.mark.usefixtures("registered")
 def test_its_costs_are_in_the_dry_run():
     config = configured(gated()).resolve(1).config
     plain = copy.deepcopy(config)
@@ -154,11 +159,19 @@ def test_its_costs_are_in_the_dry_run():
     assert f"gates of rank {RANK} are assumed to be fused" in dry_run._caveats(config, None)
 
 
+@pytest.mark.usefixtures("registered")
 def test_a_rehearsal_has_its_toy_size():
     config = configured(gated(gate_rank=64)).resolve(1).config
     assert toy_config.shrink(config, 1, 1).config.model.gate_rank == 4
     config.model.gate_rank = None
     assert toy_config.shrink(config, 1, 1).config.model.gate_rank is None
+
+
+def test_latents_of_experts_are_narrower_than_a_toy():
+    recipe = find("nemotron_3_super_pretrain_config")
+    config = recipe().resolve(recipe.gpus).config
+    model = toy_config.shrink(config, recipe.gpus, 1).config.model
+    assert 0 < model.moe_latent_size < model.hidden_size
 
 
 @pytest.mark.parametrize("feature", FEATURES, ids=lambda feature: type(feature).__name__)

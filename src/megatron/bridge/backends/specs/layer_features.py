@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Layer features that Megatron-Core's layer specs lack, added to a spec of either backend.
+"""Norms, residuals and kinds of attention that Megatron-Core's layer specs lack, added to a spec of either backend.
+
+These are switches of one layer that depend on each other. Other features of layers are in ``models.features``.
 
 A provider declares them in these fields:
 

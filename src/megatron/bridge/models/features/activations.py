@@ -80,7 +80,7 @@ def apply_xielu(model: nn.Module, config: Any) -> None:
             module.activation_func = XIELU(config, module.tp_group)
 
 
-class TrainedXIELU(LayerFeature):
+class XIELUFeature(LayerFeature):
     def is_used(self, config: Any) -> bool:
         return config.activation_func is xielu
 

@@ -37,7 +37,7 @@ class BiasFields:
     """Biases of the feed-forward layers; None follows ``add_bias_linear``, False removes them."""
 
 
-class PartialBiases(LayerFeature):
+class BiasFeature(LayerFeature):
     pricing = {
         "output_bias": "modules",
         "attention_bias": "modules",

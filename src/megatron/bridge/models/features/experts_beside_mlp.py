@@ -27,7 +27,7 @@ class ExpertsBesideMLPFields:
     """Layers with experts have a dense feed-forward layer as well, and norms before and after both."""
 
 
-class DenseLayerBesideExperts(LayerFeature):
+class ExpertsBesideMLPFeature(LayerFeature):
     switches = {"experts_beside_mlp": False}
     plain_layers_only = True
     needs = {"experts_beside_mlp": "num_moe_experts"}

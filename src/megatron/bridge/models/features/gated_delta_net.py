@@ -34,7 +34,7 @@ def linear_pattern(config: Any) -> list[int]:
     return listed_pattern(config, "linear_attention_freq", "1 (gated delta net) or 0 (attention)")
 
 
-class GatedDeltaNets(LayerFeature):
+class GatedDeltaNetFeature(LayerFeature):
     per_layer = ("linear_attention_freq",)
     prefixes = ("linear_", "linear_conv_kernel_dim")
     prefix_switch = "experimental_attention_variant"

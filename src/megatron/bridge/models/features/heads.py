@@ -101,7 +101,7 @@ class HeadFields:
     """Divides the similarities of embeddings in the contrastive loss."""
 
 
-class Heads(LayerFeature):
+class HeadFeature(LayerFeature):
     switches = {"head": None}
     prefixes = ("num_labels", "label_names", "pooling", "contrastive_temperature")
     prefix_switch = "head"

@@ -8,7 +8,7 @@ from typing import Any
 from megatron.bridge.backends.recurrent.kimi_delta import KimiDeltaAttention
 from megatron.bridge.models.features.feature import ToySizes
 from megatron.bridge.models.features.gated_delta_net import toy_delta_sizes
-from megatron.bridge.models.features.mixer_layers import MixerLayers
+from megatron.bridge.models.features.mixer_layers import MixerFeature
 
 
 @dataclass
@@ -18,7 +18,7 @@ class KimiDeltaFields:
     them."""
 
 
-class KimiDelta(MixerLayers):
+class KimiDeltaFeature(MixerFeature):
     field = "kda_layers"
     switches = {"kda_layers": None}
     per_layer = ("kda_layers",)

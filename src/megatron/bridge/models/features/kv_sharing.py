@@ -45,7 +45,7 @@ class KVSharingFields:
     """Key and value heads of layers without a window; None is ``num_query_groups``."""
 
 
-class KVSharing(LayerFeature):
+class KVSharingFeature(LayerFeature):
     switches = {"value_norm": False, "global_kv_channels": None, "global_query_groups": None}
     plain_layers_only = True
     per_layer = ("shared_kv_layers",)

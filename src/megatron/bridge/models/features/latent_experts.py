@@ -15,7 +15,7 @@ from megatron.bridge.backends.specs.torch_spec import TorchSpecProvider
 from megatron.bridge.models.features.feature import LayerFeature, ToySizes
 
 
-class ExpertsOfLatents(LayerFeature):
+class LatentExpertsFeature(LayerFeature):
     """``moe_latent_size``, a field of Megatron-Core, which needs Transformer Engine for its own layers."""
 
     switches = {"moe_latent_size": None}

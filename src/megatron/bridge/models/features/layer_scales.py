@@ -22,7 +22,7 @@ class LayerScaleFields:
     """The output of each layer is multiplied by a number that is not trained."""
 
 
-class LayerScales(LayerFeature):
+class LayerScaleFeature(LayerFeature):
     switches = {"layer_scales": False}
     plain_layers_only = True
     pricing = {"layer_scales": "modules"}

@@ -58,8 +58,8 @@ class MambaBesideAttentionFields:
     Falcon-H1's multipliers (``ssm_in_multiplier``, ...); those that are left out are 1. None has no such mixers."""
 
 
-class MambaBesideAttention(LayerFeature):
-    """The costs of the mixers are those of ``MambaLayers``."""
+class MambaBesideAttentionFeature(LayerFeature):
+    """The costs of the mixers are those of ``MambaFeature``."""
 
     switches = {"mamba_beside_attention": None}
     plain_layers_only = True

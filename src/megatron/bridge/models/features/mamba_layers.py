@@ -11,7 +11,7 @@ from megatron.bridge.backends.recurrent.mamba import TorchMambaMixer
 from megatron.bridge.backends.recurrent.mamba1 import Mamba1Mixer
 from megatron.bridge.backends.recurrent.one_group_mamba import OneGroupMambaMixer
 from megatron.bridge.models.features.feature import ToySizes
-from megatron.bridge.models.features.mixer_layers import MixerLayers
+from megatron.bridge.models.features.mixer_layers import MixerFeature
 
 
 @dataclass
@@ -28,7 +28,7 @@ class MambaFields:
     """The mixers of ``mamba_layers`` are Mamba-1, whose steps have this rank; None is Mamba-2."""
 
 
-class MambaLayers(MixerLayers):
+class MambaFeature(MixerFeature):
     """The layers of ``mamba_layers``; the costs are also those of mixers beside attention and in hybrid models."""
 
     field = "mamba_layers"

@@ -26,7 +26,7 @@ MADE_FOR_ATTENTION: dict[str, Any] = {
 """Settings of layers with attention -> the value with which they change nothing."""
 
 
-class MixerLayers(LayerFeature):
+class MixerFeature(LayerFeature):
     """Layers with a mixer instead of attention; a model has mixers of one kind.
 
     Attributes:

@@ -10,7 +10,7 @@ from typing import Any
 from megatron.bridge.models.features.feature import LayerFeature, ToySizes
 
 
-class MultiTokenPrediction(LayerFeature):
+class MultiTokenPredictionFeature(LayerFeature):
     switches = {"mtp_num_layers": None}
     prefixes = ("mtp_",)
     prefix_switch = "mtp_num_layers"

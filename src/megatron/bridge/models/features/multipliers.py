@@ -46,7 +46,7 @@ class MultiplierFields:
     """Soft cap on the scaled logits: ``cap * tanh(logits / cap)``."""
 
 
-class Multipliers(LayerFeature):
+class MultiplierFeature(LayerFeature):
     """Multipliers and caps; those of residuals and scores are part of the layer spec (``specs.layer_features``)."""
 
     pricing = {
@@ -63,7 +63,7 @@ class Multipliers(LayerFeature):
         apply_multipliers(model, config)
 
 
-class QueryScaling(LayerFeature):
+class QueryScalingFeature(LayerFeature):
     switches = {"query_scaling_beta": None}
     needs = {"query_scaling_length": "query_scaling_beta"}
     pricing = {"query_scaling_beta": "numbers", "query_scaling_length": "numbers"}

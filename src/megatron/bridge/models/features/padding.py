@@ -24,7 +24,7 @@ class HeadPaddingFields:
     the function that is trained is the same, and an export leaves them out."""
 
 
-class Padding(LayerFeature):
+class PaddingFeature(LayerFeature):
     pricing = {"make_query_groups_divisible_by": "modules"}
 
     def change_model(self, model: nn.Module, config: Any) -> None:

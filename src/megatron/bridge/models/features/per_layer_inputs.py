@@ -100,7 +100,7 @@ class PerLayerInputFields:
     """Tokens that have per-layer embeddings."""
 
 
-class PerLayerEmbeddings(LayerFeature):
+class PerLayerInputFeature(LayerFeature):
     switches = {"hidden_size_per_layer_input": None}
     plain_layers_only = True
     needs = {"vocab_size_per_layer_input": "hidden_size_per_layer_input"}

@@ -4,39 +4,39 @@
 from dataclasses import dataclass
 from typing import Any
 
-from megatron.bridge.models.features.activations import TrainedXIELU
-from megatron.bridge.models.features.biases import BiasFields, PartialBiases
+from megatron.bridge.models.features.activations import XIELUFeature
+from megatron.bridge.models.features.biases import BiasFeature, BiasFields
 from megatron.bridge.models.features.experts_beside_mlp import (
-    DenseLayerBesideExperts,
+    ExpertsBesideMLPFeature,
     ExpertsBesideMLPFields,
 )
 from megatron.bridge.models.features.feature import LayerFeature
-from megatron.bridge.models.features.gated_delta_net import GatedDeltaNets
-from megatron.bridge.models.features.heads import HeadFields, Heads
-from megatron.bridge.models.features.kimi_delta import KimiDelta, KimiDeltaFields
-from megatron.bridge.models.features.kv_sharing import KVSharing, KVSharingFields
-from megatron.bridge.models.features.latent_experts import ExpertsOfLatents
-from megatron.bridge.models.features.layer_scales import LayerScaleFields, LayerScales
+from megatron.bridge.models.features.gated_delta_net import GatedDeltaNetFeature
+from megatron.bridge.models.features.heads import HeadFeature, HeadFields
+from megatron.bridge.models.features.kimi_delta import KimiDeltaFeature, KimiDeltaFields
+from megatron.bridge.models.features.kv_sharing import KVSharingFeature, KVSharingFields
+from megatron.bridge.models.features.latent_experts import LatentExpertsFeature
+from megatron.bridge.models.features.layer_scales import LayerScaleFeature, LayerScaleFields
 from megatron.bridge.models.features.mamba_beside_attention import (
-    MambaBesideAttention,
+    MambaBesideAttentionFeature,
     MambaBesideAttentionFields,
 )
-from megatron.bridge.models.features.mamba_layers import MambaFields, MambaLayers
-from megatron.bridge.models.features.multi_token_prediction import MultiTokenPrediction
+from megatron.bridge.models.features.mamba_layers import MambaFeature, MambaFields
+from megatron.bridge.models.features.multi_token_prediction import MultiTokenPredictionFeature
 from megatron.bridge.models.features.multipliers import (
+    MultiplierFeature,
     MultiplierFields,
-    Multipliers,
-    QueryScaling,
+    QueryScalingFeature,
 )
-from megatron.bridge.models.features.padding import HeadPaddingFields, Padding
+from megatron.bridge.models.features.padding import HeadPaddingFields, PaddingFeature
 from megatron.bridge.models.features.per_layer_inputs import (
-    PerLayerEmbeddings,
+    PerLayerInputFeature,
     PerLayerInputFields,
 )
-from megatron.bridge.models.features.routing import RoutingFields, RoutingRules
-from megatron.bridge.models.features.short_conv import ShortConvFields, ShortConvolutions
-from megatron.bridge.models.features.sinks import AttentionSinks
-from megatron.bridge.models.features.sparse_attention import ChosenKeys
+from megatron.bridge.models.features.routing import RoutingFeature, RoutingFields
+from megatron.bridge.models.features.short_conv import ShortConvFeature, ShortConvFields
+from megatron.bridge.models.features.sinks import SinkFeature
+from megatron.bridge.models.features.sparse_attention import SparseAttentionFeature
 
 
 @dataclass
@@ -59,26 +59,26 @@ class FeatureFields(
 
 
 FEATURES: list[LayerFeature] = [
-    AttentionSinks(),
-    KVSharing(),
-    QueryScaling(),
-    PartialBiases(),
-    RoutingRules(),
-    TrainedXIELU(),
-    Multipliers(),
-    ShortConvolutions(),
-    MambaLayers(),
-    KimiDelta(),
-    MambaBesideAttention(),
-    GatedDeltaNets(),
-    ChosenKeys(),
-    MultiTokenPrediction(),
-    ExpertsOfLatents(),
-    DenseLayerBesideExperts(),
-    PerLayerEmbeddings(),
-    LayerScales(),  # after what layers add at their end
-    Padding(),  # hides logits of padding after they were scaled
-    Heads(),  # replaces the output layer with all that was added to it
+    SinkFeature(),
+    KVSharingFeature(),
+    QueryScalingFeature(),
+    BiasFeature(),
+    RoutingFeature(),
+    XIELUFeature(),
+    MultiplierFeature(),
+    ShortConvFeature(),
+    MambaFeature(),
+    KimiDeltaFeature(),
+    MambaBesideAttentionFeature(),
+    GatedDeltaNetFeature(),
+    SparseAttentionFeature(),
+    MultiTokenPredictionFeature(),
+    LatentExpertsFeature(),
+    ExpertsBesideMLPFeature(),
+    PerLayerInputFeature(),
+    LayerScaleFeature(),  # after what layers add at their end
+    PaddingFeature(),  # hides logits of padding after they were scaled
+    HeadFeature(),  # replaces the output layer with all that was added to it
 ]
 """All features, in the order in which they change layer specs and models."""
 

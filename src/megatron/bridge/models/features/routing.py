@@ -78,7 +78,7 @@ class RoutingFields:
     (SparseMixer); None is a softmax over the chosen ones."""
 
 
-class RoutingRules(LayerFeature):
+class RoutingFeature(LayerFeature):
     """Its settings need ``num_moe_experts``, like all that begin with ``moe_``."""
 
     pricing = {

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron.bridge.backends.recurrent.short_conv import ShortConv
-from megatron.bridge.models.features.mixer_layers import MixerLayers
+from megatron.bridge.models.features.mixer_layers import MixerFeature
 
 
 @dataclass
@@ -15,7 +15,7 @@ class ShortConvFields:
     tokens; None disables them."""
 
 
-class ShortConvolutions(MixerLayers):
+class ShortConvFeature(MixerFeature):
     field = "short_conv_layers"
     switches = {"short_conv_layers": None}
     per_layer = ("short_conv_layers",)

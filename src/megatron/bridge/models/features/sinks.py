@@ -9,7 +9,7 @@ from megatron.bridge.backends.specs.layer_features import mark_sinks
 from megatron.bridge.models.features.feature import LayerFeature
 
 
-class AttentionSinks(LayerFeature):
+class SinkFeature(LayerFeature):
     switches = {"softmax_type": "vanilla"}
     pricing = {"softmax_type": "unpriced"}
 

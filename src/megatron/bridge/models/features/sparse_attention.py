@@ -37,7 +37,7 @@ _OTHERS: dict[str, Any] = {
 _POSITIVE = ("dsa_indexer_n_heads", "dsa_indexer_head_dim", "dsa_indexer_topk", "q_lora_rank")
 
 
-class ChosenKeys(LayerFeature):
+class SparseAttentionFeature(LayerFeature):
     """``experimental_attention_variant='dsa'``, by Megatron-Core's own settings."""
 
     prefixes = ("dsa_",)
