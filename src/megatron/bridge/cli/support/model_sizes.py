@@ -5,7 +5,6 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from megatron.bridge.models.features.registry import FEATURES
 from megatron.bridge.utils.config.overrides import Change
 
 _FOLLOWING: dict[str, tuple[tuple[str, ...], Callable[[dict[str, Any]], int]]] = {
@@ -24,11 +23,10 @@ _KEPT = {
         "moe_shared_expert_intermediate_size",
         "q_lora_rank",
         "kv_lora_rank",
-        *(name for feature in FEATURES for name in feature.scales_with_width),
     ),
     "num_attention_heads": ("kv_channels", "num_query_groups"),
 }
-"""Size -> the sizes that a smaller or larger model usually changes with it."""
+"""Size -> the sizes that a smaller or larger model usually changes with it; features of layers add theirs."""
 
 
 def follow_sizes(model: Any, changes: Sequence[Change]) -> tuple[list[Change], list[str]]:
@@ -77,8 +75,17 @@ def _is_of_model(change: Change) -> bool:
     return change.key.startswith("model.")
 
 
+def _sizes_of_features() -> list[str]:
+    """Return the sizes of layer features that a model with another width usually changes as well."""
+    from megatron.bridge.models.features.registry import FEATURES
+
+    return [name for feature in FEATURES for name in feature.scales_with_width]
+
+
 def _kept_note(model: Any, changed: Sequence[str], settled: set[str]) -> list[str]:
     names = dict.fromkeys(name for source in changed for name in _KEPT[source])
+    if "hidden_size" in changed:
+        names |= dict.fromkeys(_sizes_of_features())
     # a size that a kind of layer does not have keeps its default, which says nothing
     unused = {field.name: field.default for field in dataclasses.fields(model)}
     kept = [
