@@ -33,7 +33,7 @@ from megatron.bridge.utils.vocab_utils import calculate_padded_vocab_size
 
 
 @dataclass
-class DecoderFields(ModelProvider):
+class DecoderFields:
     """What every decoder has; settings of features are beside the features (``features.registry``)."""
 
     vocab_size: Annotated[int | None, AT_LEAST_ONE] = None
@@ -97,7 +97,7 @@ class DecoderFields(ModelProvider):
 
 
 @dataclass
-class GPTModelProvider(FeatureFields, DecoderFields):
+class GPTModelProvider(FeatureFields, DecoderFields, ModelProvider):
     """A ``TransformerConfig`` plus what ``GPTModel`` takes beside it.
 
     Attributes:
