@@ -12,6 +12,7 @@ from scripts.docs.generated import table_of
 
 PART = table_of("adding-a-family.md", "vocabulary")
 
+_PACKAGE = "megatron.bridge."
 _OF_MEGATRON_CORE = {
     "activation_func": "The activation of feed-forward layers",
     "add_bias_linear": "All linear layers have biases",
@@ -103,7 +104,9 @@ def _settings() -> Iterator[str]:
 
     docs = dict(_OF_MEGATRON_CORE)
     for provider in (GPTModelProvider, MLAModelProvider, MambaModelProvider):
-        docs |= dict(_literals(ast.parse(inspect.getsource(provider)).body[0]))
+        declared = [kind for kind in provider.__mro__ if kind.__module__.startswith(_PACKAGE)]
+        for kind in reversed(declared):
+            docs |= dict(_literals(ast.parse(inspect.getsource(kind)).body[0]))
     for name in sorted(function_fields() & docs.keys()):
         users = [
             bridge.__name__.removesuffix("Bridge")

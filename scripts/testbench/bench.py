@@ -13,7 +13,7 @@ from megatron.core.utils import unwrap_model
 from torch.utils._pytree import tree_map_only
 
 from megatron.bridge.autotune import meta_model
-from megatron.bridge.autotune.activations import Sizes, sizes_of
+from megatron.bridge.autotune.activation_sizes import ActivationSizes, sizes_of
 from megatron.bridge.autotune.predict import run_of
 from megatron.bridge.autotune.time.work import LayerSettings
 from megatron.bridge.training import setup
@@ -70,7 +70,7 @@ class Bench:
         return self.config.model.resolved().params_dtype
 
     @property
-    def sizes(self) -> Sizes:
+    def sizes(self) -> ActivationSizes:
         return sizes_of(self.sized)
 
     @property

@@ -35,7 +35,7 @@ class _Block(TestWithHiddenInputs):
     """A part whose input the table counts with the layer, because a norm before it may be recomputed."""
 
     def activations(self, bench: Bench) -> float | None:
-        return (super().activations(bench) or 0) + bench.sizes.stream
+        return (super().activations(bench) or 0) + bench.sizes.stream_bytes
 
 
 class _SelfAttention(_Block):
@@ -51,14 +51,18 @@ def _rotary(bench: Bench) -> int:
         if model.multi_latent_attention
         else model.kv_channels * model.rotary_percent
     )
-    return int(2 * bench.sizes.tokens * width * bench.sizes.number) if bench.sizes.rotates else 0
+    return (
+        int(2 * bench.sizes.tokens * width * bench.sizes.bytes_per_element)
+        if bench.sizes.has_rope
+        else 0
+    )
 
 
 class _Column(_Block):
     """A linear layer whose output the next operator keeps."""
 
     def activations(self, bench: Bench) -> float | None:
-        return bench.sizes.stream
+        return bench.sizes.stream_bytes
 
 
 class _Attention(TestWithHiddenInputs):
@@ -78,7 +82,7 @@ class _Attention(TestWithHiddenInputs):
         part: Any = self._attention(bench)
         heads, width = part.num_attention_heads_per_partition, part.hidden_size_per_attention_head
         numbers = 2 * (heads + part.num_query_groups_per_partition) * width
-        return bench.sizes.tokens * (numbers * bench.sizes.number + 4 * heads)
+        return bench.sizes.tokens * (numbers * bench.sizes.bytes_per_element + 4 * heads)
 
     def _attention(self, bench: Bench) -> nn.Module:
         return bench.meta.get_submodule(self.part(bench.meta)[0].rpartition(".")[0])
@@ -111,7 +115,7 @@ class _Decoder(TestWithHiddenInputs):
     def activations(self, bench: Bench) -> float | None:
         layers = self.part(bench.meta)[1].layers
         kept = sum(activations.counts_of_layer(each, bench.sizes).full for each in layers)
-        return kept + bench.sizes.stream + _rotary(bench)
+        return kept + bench.sizes.stream_bytes + _rotary(bench)
 
 
 class _Mtp(TestWithHiddenInputs):
@@ -229,9 +233,9 @@ class Collective(TestOp):
         return dist.get_world_size() > 1
 
     def prepare_input(self, bench: Bench) -> Call:
-        rows, group = bench.sizes.between, _group(bench)
+        rows, group = bench.sizes.sp_tokens, _group(bench)
         rows -= rows % group.size()
-        data = torch.ones(rows, bench.sizes.hidden, device=torch.cuda.current_device())
+        data = torch.ones(rows, bench.sizes.hidden_size, device=torch.cuda.current_device())
         return Call(getattr(self, self.name), (data.to(bench.dtype), group))
 
     @staticmethod
@@ -287,7 +291,7 @@ class _Copy(TestOp):
         return not self.beside or dist.get_world_size() > 1
 
     def prepare_input(self, bench: Bench) -> Call:
-        host = torch.zeros(bench.sizes.stream, dtype=torch.uint8, pin_memory=has_cuda())
+        host = torch.zeros(bench.sizes.stream_bytes, dtype=torch.uint8, pin_memory=has_cuda())
         device = torch.zeros_like(host, device=torch.cuda.current_device())
         source, target = (host, device) if self.to_device else (device, host)
         return Call(

@@ -171,7 +171,7 @@ def test_peak_is_that_of_a_real_step(monkeypatch, values):
 
 
 def images_of(config):
-    return activations.sizes_of(config).images
+    return activations.sizes_of(config).image_tokens
 
 
 def test_images_are_shared_and_limited():

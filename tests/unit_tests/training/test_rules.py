@@ -385,7 +385,7 @@ CASES = {
         1,
         ["moe_router_num_groups=3", "num_moe_experts=8", "use 2 or 4"],
     ),
-    "latent_experts_stand_alone": (
+    "layer_features_fit": (
         {
             "model.num_moe_experts": 4,
             "model.moe_latent_size": 16,

@@ -25,13 +25,20 @@ Memory peaks at one of these moments. Each counts the saved activations plus the
 
 import math
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
+from megatron.core.transformer.attention import Attention
 from megatron.core.transformer.identity_op import IdentityOp
+from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.utils import is_layer_window_attention
 from torch import nn
 
-from megatron.bridge.autotune.efficiency import MXFP8_BYTES
+from megatron.bridge.autotune.activation_sizes import (
+    ActivationSizes,
+    logits_of,
+    pads_values,
+    sizes_of,
+)
 from megatron.bridge.autotune.layers import (
     INTO_RESIDUAL,
     is_dispatched,
@@ -50,57 +57,13 @@ from megatron.bridge.autotune.time.schedule import (
 )
 from megatron.bridge.autotune.vision_tower import NO_TOWER, TowerCounts, tower_counts
 from megatron.bridge.backends.attention.block_mask import MASKED_ROWS
-from megatron.bridge.backends.attention.torch_attention import CUDA_SCORES
 from megatron.bridge.backends.cpu.device import has_cuda
-from megatron.bridge.backends.recurrent.gated_delta_net import DeltaNet
-from megatron.bridge.backends.specs.layer_specs import resolve_backend
-from megatron.bridge.models.flops import DELTA_CHUNK
+from megatron.bridge.models.features.registry import feature_of
 from megatron.bridge.models.model_provider import ModelProvider
 from megatron.bridge.training.config import ConfigContainer
 
 _FP32 = 4
 _BLOCKS = ("self_attention", "mlp", "mixer")
-
-
-@dataclass(frozen=True)
-class Sizes:
-    """Per-rank sizes of a layer's activations, and the settings that decide which terms apply.
-
-    docs/tuner.md has the formulas, in which T, R, t and e stand for ``tokens``, ``between``, ``tensor`` and ``number``.
-    """
-
-    tokens: int  # tokens of a microbatch on this rank, after context parallelism
-    images: int  # image tokens that a rank encodes
-    between: int  # tokens of the residual stream on this rank, which sequence parallelism splits
-    number: int  # bytes per element of an activation
-    saved: float  # bytes per element of the input that a linear layer saves
-    copied: tuple[
-        str, ...
-    ]  # linear layers that save a quantized copy of an input that another module also saves
-    tensor: int  # tensor-parallel size
-    hidden: int  # hidden size
-    chosen: int  # token copies that the experts of a rank process
-    experts: int  # experts on a rank
-    together: int  # experts that one grouped kernel runs
-    activation: (
-        int  # tensors that the activation function of an MLP saves in addition to its output
-    )
-    weighting: int  # tensors that the product with the router's probabilities saves in addition to its output
-    wide: bool  # the router's probabilities are in fp32
-    norm: int  # bytes per element of a norm's input
-    rotates: bool  # whether queries and keys have rotary embeddings
-    separate_gradients: bool  # weight gradients are separate tensors: kernels do not add them to the gradient buffer
-    logit: int  # bytes per logit while the loss is computed
-    masks: bool  # dropout saves masks
-    scores: int  # attention scores that soft-capped attention computes at a time
-    joined: tuple[str, ...]  # linear layers whose output attention copies into a new tensor
-    gathered: int  # context-parallel ranks whose keys and values are saved
-    recomputed: tuple[str, ...]  # modules that selective recomputation recomputes
-
-    @property
-    def stream(self) -> int:
-        """Bytes of the residual stream between two layers."""
-        return self.between * self.hidden * self.number
 
 
 @dataclass(frozen=True)
@@ -154,21 +117,26 @@ def moments(
 
 
 def stage_moments(
-    model: ModelProvider, chunks: list[ChunkCounts], sizes: Sizes, pipeline: Pipeline, stage: int
+    model: ModelProvider,
+    chunks: list[ChunkCounts],
+    sizes: ActivationSizes,
+    pipeline: Pipeline,
+    stage: int,
 ) -> list[Moment]:
     """Return the peak of each kind on a rank of ``stage``, given the counts of its chunks."""
     held_sizes, working = zip(*(_chunk_bytes(model, chunk, sizes) for chunk in chunks), strict=True)
     # those of multi-token prediction are computed first and keep their gradients
-    ahead = (model.mtp_num_layers or 0) * max(sizes.number, sizes.logit - sizes.number)
-    loss = logits_of(model, sizes) * (sizes.logit + ahead)
-    loss += (
-        sizes.tokens * sizes.hidden * sizes.number * (sizes.between < sizes.tokens)
-    )  # its gathered input
-    losses = [loss * chunk.has_loss for chunk in chunks]
-    # an input that arrived before its pass, a gradient, and what an interleaved schedule has not replaced yet
-    received = (
-        (2 + 3 * (len(chunks) > 1)) * sizes.stream if model.pipeline_model_parallel_size > 1 else 0
-    )
+    bytes_per_gradient = sizes.bytes_per_logit - sizes.bytes_per_element
+    ahead = (model.mtp_num_layers or 0) * max(sizes.bytes_per_element, bytes_per_gradient)
+    loss = logits_of(model, sizes) * (sizes.bytes_per_logit + ahead)
+    if sizes.sp_tokens < sizes.tokens:  # its gathered input
+        loss += sizes.tokens * sizes.hidden_size * sizes.bytes_per_element
+    losses = [loss if chunk.has_loss else 0 for chunk in chunks]
+    received = 0
+    if model.pipeline_model_parallel_size > 1:
+        # an input that arrived before its pass, a gradient, and what an interleaved schedule has not replaced yet
+        held_tensors = 5 if len(chunks) > 1 else 2
+        received = held_tensors * sizes.stream_bytes
     received += sum(rotary_bytes(model, sizes, len(chunk.layers)) for chunk in chunks)
     fullest: dict[str, Moment] = {}
     for kind, index, counts in distinct_moments(short_pipeline(pipeline), stage):
@@ -196,18 +164,22 @@ def teacher_bytes(config: ConfigContainer, chunks: list[Any], stage: int, world_
         (_working_bytes(layer, sizes) for chunk in chunks for layer in layers_of(chunk)), default=0
     )
     held = sum(microbatches_in_flight(config, stage, world_size)) if stage else 0
-    total = widest + held * sizes.stream
+    total = widest + held * sizes.stream_bytes
     if chunks[-1].post_process:
-        total += logits_of(config.model, sizes) * (_FP32 + sizes.number)
+        total += logits_of(config.model, sizes) * (_FP32 + sizes.bytes_per_element)
     return total
 
 
-def rotary_bytes(model: Any, sizes: Sizes, layers: int = 1) -> int:
+def rotary_bytes(model: Any, sizes: ActivationSizes, layers: int = 1) -> int:
     """Return the bytes of fp32 angles, cosines and sines of a chunk; latent attention stores them for each layer."""
     if model.multi_latent_attention:
-        return sizes.tokens * model.qk_pos_emb_head_dim * (_FP32 + 4 * sizes.number) * layers
+        elements = sizes.tokens * model.qk_pos_emb_head_dim * layers
+        return elements * (_FP32 + 4 * sizes.bytes_per_element)
+    if not sizes.has_rope:
+        return 0
     copies = 4 if model.recompute_granularity == "full" else 2  # recomputed layers have their own
-    return sizes.tokens * (model.kv_channels or 0) * (_FP32 + copies * sizes.number) * sizes.rotates
+    elements = sizes.tokens * (model.kv_channels or 0)
+    return elements * (_FP32 + copies * sizes.bytes_per_element)
 
 
 def microbatches_in_flight(config: ConfigContainer, stage: int, world_size: int) -> list[int]:
@@ -215,127 +187,7 @@ def microbatches_in_flight(config: ConfigContainer, stage: int, world_size: int)
     return list(most_held(short_pipeline(pipeline_of(config, world_size)), stage))
 
 
-def sizes_of(config: ConfigContainer) -> Sizes:
-    model = config.model
-    tensor = model.tensor_model_parallel_size
-    tokens = (
-        config.train.micro_batch_size * config.dataset.seq_length // model.context_parallel_size
-    )
-    sp_tokens = tokens // tensor if model.sequence_parallel else tokens
-    gathers = not _uses_engine(model) and model.cp_comm_type in (None, "all_gather")
-    selective = model.recompute_granularity == "selective"
-    bytes_per_element = 2 if model.bf16 or model.fp16 else _FP32
-    quantized = _is_quantized(model)
-    return Sizes(
-        tokens=tokens,
-        images=_image_tokens(config),
-        between=sp_tokens,
-        number=bytes_per_element,
-        saved=MXFP8_BYTES if quantized else bytes_per_element,
-        copied=(INTO_RESIDUAL if model.fp8_recipe == "delayed" else ("out_proj",))
-        if quantized
-        else (),
-        tensor=tensor,
-        hidden=model.hidden_size,
-        chosen=sp_tokens * (model.moe_router_topk or 0) * model.expert_tensor_ranks,
-        experts=(experts := (model.num_moe_experts or 1) // model.expert_model_parallel_size),
-        together=experts if model.moe_grouped_gemm else 1,
-        activation=_of_activation(model),
-        weighting=0 if _is_fused(model) else 1,
-        wide=model.moe_router_dtype is not None,
-        norm=_FP32 if model.layernorm_zero_centered_gamma and not has_cuda() else bytes_per_element,
-        rotates=model.multi_latent_attention
-        or model.position_embedding_type in ("rope", "mrope", "yarn"),
-        separate_gradients=not model.gradient_accumulation_fusion,
-        logit=_FP32 + bytes_per_element * _uses_engine(model),
-        masks=model.hidden_dropout > 0,
-        scores=_scores_of_tile(config, tokens),
-        joined=_layers_copied_for_rotation(model),
-        gathered=model.context_parallel_size if gathers else 1,
-        recomputed=tuple(model.recompute_modules or ("core_attn",)) if selective else (),
-    )
-
-
-def _is_quantized(model: Any) -> bool:
-    """Return whether all linear layers save inputs that Transformer Engine has quantized to FP8 or FP4."""
-    return bool(model.fp8 or model.fp4) and not model.first_last_layers_bf16
-
-
-def _scores_of_tile(config: ConfigContainer, tokens: int) -> int:
-    """Return how many scores the torch backend computes at a time with soft-capping, or 0 if a kernel computes them."""
-    model: Any = config.model
-    if getattr(model, "attn_logit_softcapping", None) is None:
-        return 0
-    heads, batch = (
-        model.num_attention_heads // model.tensor_model_parallel_size,
-        config.train.micro_batch_size,
-    )
-    row = batch * heads * config.dataset.seq_length
-    return row * min(tokens // batch, max(16, CUDA_SCORES // row))
-
-
-def images_of_row(config: ConfigContainer) -> int:
-    """Return the maximum number of image tokens in a row."""
-    return getattr(config.dataset, "max_image_tokens", None) or config.dataset.seq_length
-
-
-def _image_tokens(config: ConfigContainer) -> int:
-    """Return the maximum image tokens per rank: split evenly over ranks that share images, but at least one image."""
-    model: Any = config.model
-    if getattr(model, "vision", None) is None:
-        return 0
-    images_per_row = images_of_row(config)
-    ranks = (
-        model.tensor_model_parallel_size * model.context_parallel_size if model.share_images else 1
-    )
-    return max(
-        -(-config.train.micro_batch_size * images_per_row // ranks),
-        min(images_per_row, _tokens_of_image(config)),
-    )
-
-
-def _tokens_of_image(config: ConfigContainer) -> int:
-    """Return the tokens of the largest image that ``dataset.max_pixels`` allows, or 0 if that limit is unknown."""
-    model: Any = config.model
-    tower, limit = (
-        model.vision.get("vision_config") or {},
-        getattr(config.dataset, "max_pixels", None),
-    )
-    if limit is None or "patch_size" not in tower:
-        return 0
-    # GLM's limit counts the pixels of all frames in a patch
-    frames = tower["temporal_patch_size"] if "glm4v" in model.vision["model_type"] else 1
-    return limit // (frames * (tower["patch_size"] * tower.get("spatial_merge_size", 1)) ** 2)
-
-
-def _is_fused(model: ModelProvider) -> bool:
-    return model.bias_activation_fusion or model.use_te_activation_func
-
-
-def _uses_engine(model: ModelProvider) -> bool:
-    return resolve_backend(model.backend) == "transformer_engine"
-
-
-def _layers_copied_for_rotation(model: Any) -> tuple[str, ...]:
-    """Return the layers whose outputs attention copies to append rotated parts; values are views unless padded."""
-    if not model.multi_latent_attention:
-        return ()
-    keys = ("linear_kv_up_proj",) if pads_values(model) else ()
-    return ("linear_q_up_proj", "linear_q_proj", *keys)
-
-
-def pads_values(model: Any) -> bool:
-    return model.v_head_dim < model.qk_head_dim + model.qk_pos_emb_head_dim
-
-
-def _of_activation(model: ModelProvider) -> int:
-    """Return how many tensors Megatron-Core's unfused gate saves: value, offset input, and two clamped ones if any."""
-    if _is_fused(model) or not model.gated_linear_unit:
-        return 0
-    return 2 if model.activation_func_clamp_value is None else 4
-
-
-def chunk_counts(chunk: Any, sizes: Sizes) -> ChunkCounts:
+def chunk_counts(chunk: Any, sizes: ActivationSizes) -> ChunkCounts:
     layers = layers_of(chunk)
     # nothing needs a gradient before the first trained parameters
     parts = [chunk.embedding, *layers] if chunk.pre_process and not hasattr(chunk, "vision") else []
@@ -344,7 +196,7 @@ def chunk_counts(chunk: Any, sizes: Sizes) -> ChunkCounts:
     counts = [LayerCounts(0, 0, 0)] * idle + [
         counts_of_layer(layer, sizes) for layer in layers[idle:]
     ]
-    return ChunkCounts(counts, bool(chunk.post_process), counts_of_tower(chunk, sizes.images))
+    return ChunkCounts(counts, bool(chunk.post_process), counts_of_tower(chunk, sizes.image_tokens))
 
 
 def counts_of_tower(chunk: Any, tokens: int) -> TowerCounts:
@@ -353,11 +205,11 @@ def counts_of_tower(chunk: Any, tokens: int) -> TowerCounts:
     return NO_TOWER if tower is None else tower_counts(tower, tokens)
 
 
-def counts_of_layer(layer: nn.Module, sizes: Sizes) -> LayerCounts:
+def counts_of_layer(layer: nn.Module, sizes: ActivationSizes) -> LayerCounts:
     """Count the activation bytes of ``layer``, which is on the meta device."""
     return LayerCounts(
         _kept_bytes(layer, sizes, recomputed=()),
-        _kept_bytes(layer, sizes, sizes.recomputed),
+        _kept_bytes(layer, sizes, sizes.recomputed_modules),
         max(
             count(layer, sizes)
             for count in (_working_bytes, _scored_bytes, _scanned_bytes, _summed_bytes)
@@ -365,36 +217,43 @@ def counts_of_layer(layer: nn.Module, sizes: Sizes) -> LayerCounts:
     )
 
 
-def _chunk_bytes(model: ModelProvider, chunk: ChunkCounts, sizes: Sizes) -> tuple[int, int]:
+def _chunk_bytes(
+    model: ModelProvider, chunk: ChunkCounts, sizes: ActivationSizes
+) -> tuple[int, int]:
     """Return the bytes that a chunk saves for one microbatch, and the temporary bytes of its backward pass."""
-    last = 2 * sizes.stream * chunk.has_loss  # inputs of the final norm and of the output layer
+    last = 0
+    if chunk.has_loss:  # inputs of the final norm and of the output layer
+        last = 2 * sizes.stream_bytes
     ends = last + _output_bytes(model, sizes) + chunk.tower.kept
     held = peak = freed = 0
     for saved, again, working in reversed(_recomputed_pieces(model, chunk.layers, sizes)):
         peak = max(peak, again + working - freed)
         held += saved
         # later layers have freed their tensors; with full recomputation, an output replaces them
-        freed += saved * (not again or model.recompute_granularity != "full")
-    # on a CPU, the final norm's backward pass holds its input and gradients in fp32, too, and frees what it has read
-    norm = 7 * sizes.stream * chunk.has_loss * (sizes.number < _FP32 and not has_cuda())
+        if not again or model.recompute_granularity != "full":
+            freed += saved
+    norm = 0
+    if chunk.has_loss and sizes.bytes_per_element < _FP32 and not has_cuda():
+        # on a CPU, the final norm's backward pass holds its input and gradients in fp32, too, and frees what it read
+        norm = 7 * sizes.stream_bytes
     # the layers run their backward pass after the output layer's, and the tower after the layers
     return ends + held, max(norm, max(peak, chunk.tower.working - held) - last)
 
 
 def _recomputed_pieces(
-    model: ModelProvider, layers: list[LayerCounts], sizes: Sizes
+    model: ModelProvider, layers: list[LayerCounts], sizes: ActivationSizes
 ) -> list[tuple[int, int, int]]:
     """Return the saved, the recomputed and the temporary bytes of layers that are recomputed together."""
     count = model.recompute_num_layers or 1
     if model.recompute_granularity != "full":
         return [(layer.kept, layer.full - layer.kept, layer.working) for layer in layers]
     if model.recompute_method == "block":  # the first layers of a chunk
-        first = [(sizes.stream, layer.full, layer.working) for layer in layers[:count]]
+        first = [(sizes.stream_bytes, layer.full, layer.working) for layer in layers[:count]]
         return first + [(layer.full, 0, layer.working) for layer in layers[count:]]
     parts = [layers[start : start + count] for start in range(0, len(layers), count)]
     return [
         (
-            sizes.stream,
+            sizes.stream_bytes,
             sum(layer_counts.full for layer_counts in part),
             max(layer_counts.working for layer_counts in part),
         )
@@ -402,33 +261,27 @@ def _recomputed_pieces(
     ]
 
 
-def _output_bytes(model: ModelProvider, sizes: Sizes) -> int:
+def _output_bytes(model: ModelProvider, sizes: ActivationSizes) -> int:
     """Return the bytes of a chunk's output, which is held until its backward pass unless it is deallocated."""
     if model.pipeline_model_parallel_size == 1 or model.deallocate_pipeline_outputs:
         return 0
-    return sizes.stream
+    return sizes.stream_bytes
 
 
-def logits_of(model: Any, sizes: Sizes) -> int:
-    """Return the number of logits on a rank."""
-    return sizes.tokens * model.padded_vocab_size // sizes.tensor
-
-
-def _kept_bytes(layer: nn.Module, sizes: Sizes, recomputed: tuple[str, ...]) -> int:
-    total = 2 * sizes.between * sizes.hidden if sizes.masks else 0
+def _kept_bytes(layer: nn.Module, sizes: ActivationSizes, recomputed: tuple[str, ...]) -> int:
+    total = 2 * sizes.sp_tokens * sizes.hidden_size if sizes.has_dropout_masks else 0
     for name, part in layer.named_children():
         if name in _BLOCKS and not isinstance(part, IdentityOp):
-            bytes_per_element = sizes.number if hasattr(part, "router") else sizes.saved
-            keeps = "layernorm" not in recomputed and _keeps_own_input(part, sizes)
-            total += int(sizes.between * sizes.hidden * bytes_per_element) * keeps
-            block_name = (
-                "moe" if hasattr(part, "router") else name
-            )  # saves nothing inside if it is recomputed
-            total += (
-                0
-                if name == "mlp" and block_name in recomputed
-                else _bytes_inside_block(part, sizes, recomputed)
-            )
+            has_router = hasattr(part, "router")
+            if "layernorm" not in recomputed and _keeps_own_input(part, sizes):
+                bytes_per_element = sizes.bytes_per_saved_input
+                if has_router:
+                    bytes_per_element = sizes.bytes_per_element
+                total += int(sizes.sp_tokens * sizes.hidden_size * bytes_per_element)
+            block_name = "moe" if has_router else name
+            if name == "mlp" and block_name in recomputed:
+                continue  # it saves nothing inside
+            total += _bytes_inside_block(part, sizes, recomputed)
         elif name == "mtp_model_layer":
             total += _kept_bytes(part, sizes, recomputed)
         else:  # a norm or a linear layer
@@ -438,83 +291,100 @@ def _kept_bytes(layer: nn.Module, sizes: Sizes, recomputed: tuple[str, ...]) -> 
     return total
 
 
-def _keeps_own_input(block: nn.Module, sizes: Sizes) -> bool:
+def _keeps_own_input(block: nn.Module, sizes: ActivationSizes) -> bool:
     """Return whether a layer that reads the input of ``block`` saves this input."""
     modules = [module for path, module in block.named_modules() if not is_dispatched(path)]
-    readers = [module for module in modules if (weight_shape(module) or ())[1:] == (sizes.hidden,)]
+    readers = [
+        module for module in modules if (weight_shape(module) or ())[1:] == (sizes.hidden_size,)
+    ]
     return any(map(keeps_input, readers)) or not readers or hasattr(block, "router")
 
 
-def kept_inside(path: str, block: nn.Module, sizes: Sizes) -> int:
+def kept_inside(path: str, block: nn.Module, sizes: ActivationSizes) -> int:
     """Return the bytes that a part of a layer saves without recomputation; ``path`` is its name in the layer."""
     return sum(_of_module(name, module, sizes) for name, module in block.named_modules(prefix=path))
 
 
-def _bytes_inside_block(block: nn.Module, sizes: Sizes, recomputed: tuple[str, ...]) -> int:
+def _bytes_inside_block(
+    block: nn.Module, sizes: ActivationSizes, recomputed: tuple[str, ...]
+) -> int:
     total = 0
     for path, module in block.named_modules():
         name = path.rpartition(".")[2]
         if "shared_experts" in path and "shared_experts" in recomputed:
             continue
         total += _of_module(path, module, sizes)
-        if (
-            hasattr(module, "core_attention") and "mla_up_proj" in recomputed
-        ):  # rotated queries and keys
-            heads, config = (
-                cast(Any, module).num_attention_heads_per_partition,
-                cast(Any, module.config),
-            )
-            total -= (
-                2
-                * sizes.tokens
-                * heads
-                * (config.qk_head_dim + config.qk_pos_emb_head_dim)
-                * sizes.number
-            )
+        if isinstance(module, Attention) and "mla_up_proj" in recomputed:
+            total -= _rotated_bytes(module, sizes)
         if name == "linear_fc2" and is_dispatched(path) and "moe_act" in recomputed:
             total -= _of_module(path, module, sizes)
     return total
 
 
-def _of_module(path: str, module: Any, sizes: Sizes) -> int:
+def _rotated_bytes(attention: Any, sizes: ActivationSizes) -> int:
+    """Return the bytes of the rotated queries and keys of latent attention."""
+    config, heads = attention.config, attention.num_attention_heads_per_partition
+    elements = 2 * heads * (config.qk_head_dim + config.qk_pos_emb_head_dim)
+    return sizes.tokens * elements * sizes.bytes_per_element
+
+
+def _of_module(path: str, module: Any, sizes: ActivationSizes) -> int:
     """Return the bytes that one module saves without its children."""
-    for mark, count in _BY_ATTRIBUTE.items():
-        if hasattr(module, mark):
-            return count(module, sizes)
+    saved = _beside_matrices(module, sizes)
+    if saved is not None:
+        return saved
     shape = weight_shape(module)
     if shape is None or len(shape) == 3:  # a convolution's result is recomputed
         return 0
     if len(shape) == 1:  # a norm; norms of heads and latents read tensors that are saved anyway
-        return (
-            sizes.between * (sizes.hidden * sizes.norm + _FP32) if shape[0] == sizes.hidden else 0
-        )
+        if shape[0] != sizes.hidden_size:
+            return 0
+        return sizes.sp_tokens * (sizes.hidden_size * sizes.bytes_per_norm_input + _FP32)
     if type(module).__name__.endswith("Router"):
-        return sizes.between * shape[0] * 12
-    adapter_elements = _tokens_of_path(path, sizes) * _of_adapter(
-        module, shape[0] * (1 + is_dispatched(path))
+        return sizes.sp_tokens * shape[0] * 12
+    outputs = 2 * shape[0] if is_dispatched(path) else shape[0]
+    of_adapter = _tokens_of_path(path, sizes) * _of_adapter(module, outputs)
+    inputs, others = _linear_elements(path, shape, sizes, keeps_input(module))
+    return int(inputs * sizes.bytes_per_saved_input) + (
+        (others + of_adapter) * sizes.bytes_per_element
     )
-    inputs, other_elements = _linear_elements(path, shape, sizes, keeps_input(module))
-    return int(inputs * sizes.saved) + (other_elements + adapter_elements) * sizes.number
+
+
+def _beside_matrices(module: Any, sizes: ActivationSizes) -> int | None:
+    """Return the bytes that a module saves in addition to what its linear layers save; None if it is none of those."""
+    if isinstance(module, MoELayer):
+        return _dispatcher_bytes(module, sizes)
+    if isinstance(module, Attention):
+        return _attention_bytes(module, sizes)
+    feature = feature_of(type(module))
+    elements = None if feature is None else feature.saved_elements(module)
+    return None if elements is None else sizes.tokens * elements * sizes.bytes_per_element
 
 
 def _linear_elements(
-    path: str, shape: tuple[int, ...], sizes: Sizes, keeps: bool
+    path: str, shape: tuple[int, ...], sizes: ActivationSizes, keeps: bool
 ) -> tuple[int, int]:
     """Return the input elements that a linear layer saves, and its other elements; its weight is [out, in]."""
     tokens, dispatched = _tokens_of_path(path, sizes), is_dispatched(path)
+    inputs = tokens * shape[1]
+    saved_inputs = inputs if keeps else 0
     if path.endswith("linear_fc2"):
-        return tokens * shape[1] * keeps, tokens * shape[1] * (
-            sizes.activation + sizes.weighting * dispatched
-        )
+        tensors = sizes.activation_tensors
+        if dispatched:
+            tensors += sizes.weighting_tensors
+        return saved_inputs, inputs * tensors
     if path.endswith(INTO_RESIDUAL):  # the attention kernel saves its output in any case
-        return tokens * shape[1] * (keeps and path.endswith(sizes.copied)), tokens * shape[1]
+        has_copy = path.endswith(sizes.quantized_copies)
+        return saved_inputs if has_copy else 0, inputs
     if dispatched:
-        return tokens * shape[1] * keeps, tokens * shape[0]
-    if path.endswith(sizes.joined):
-        return sizes.between * shape[1], 0
-    # the caller counts the input of the block itself
-    inputs = 0 if shape[1] == sizes.hidden or not keeps else sizes.between * shape[1]
-    return inputs, tokens * shape[0]
+        return saved_inputs, tokens * shape[0]
+    if path.endswith(sizes.copied_outputs):
+        return sizes.sp_tokens * shape[1], 0
+    if (
+        shape[1] == sizes.hidden_size or not keeps
+    ):  # the caller counts the input of the block itself
+        return 0, tokens * shape[0]
+    return sizes.sp_tokens * shape[1], tokens * shape[0]
 
 
 def _of_adapter(module: Any, outputs: int) -> int:
@@ -532,151 +402,138 @@ def _has_parts(module: Any) -> bool:
     return isinstance(adapter, nn.ModuleDict) and len(adapter) > 1
 
 
-def _tokens_of_path(path: str, sizes: Sizes) -> int:
+def _tokens_of_path(path: str, sizes: ActivationSizes) -> int:
     if "local_experts" in path:  # experts run one after another
-        return sizes.chosen // sizes.experts
+        return sizes.expert_tokens // sizes.local_experts
     if is_dispatched(path):
-        return sizes.chosen
-    return sizes.between if is_undivided(path) else sizes.tokens
+        return sizes.expert_tokens
+    return sizes.sp_tokens if is_undivided(path) else sizes.tokens
 
 
-def _attention_bytes(attention: Any, sizes: Sizes) -> int:
+def _attention_bytes(attention: Any, sizes: ActivationSizes) -> int:
     """Return the bytes that attention saves in addition to the inputs and outputs of its linear layers."""
     config = attention.config
     heads = attention.num_attention_heads_per_partition
     groups = attention.num_query_groups_per_partition
     width = attention.hidden_size_per_attention_head
-    numbers = 0
+    head_elements = 0  # per token and dimension of a head
     if config.multi_latent_attention:
         groups, width = heads, config.qk_head_dim + config.qk_pos_emb_head_dim
-        numbers += 2 * heads * width if pads_values(config) else 0
-    elif (
-        config.qk_layernorm
-    ):  # normalized queries, and what the norms read if they do not read views
-        numbers += heads * width + 2 * (heads + groups) * width * (sizes.norm > sizes.number)
-    if sizes.rotates:  # copies of queries and keys
-        numbers += heads * width + groups * width
+        head_elements += 2 * heads if pads_values(config) else 0
+    elif config.qk_layernorm:
+        head_elements += heads  # normalized queries
+        if sizes.bytes_per_norm_input > sizes.bytes_per_element:
+            head_elements += 2 * (heads + groups)  # the norms read copies instead of views
+    if sizes.has_rope:  # copies of queries and keys
+        head_elements += heads + groups
     elif heads > groups and not config.qk_layernorm:  # queries lie apart between keys and values
-        numbers += heads * width
-    if sizes.gathered > 1:  # keys and values of all context ranks, in the place of a rank's own
-        numbers += (
-            groups * width * (2 * sizes.gathered - sizes.rotates)
-            - (heads + 2 * groups) * width * sizes.rotates
-        )
-    sums = heads
-    if config.qk_layernorm:
-        sums += heads + groups
-    return _attention_tile_bytes(attention, sizes) + sizes.tokens * (
-        numbers * sizes.number + sums * _FP32
-    )
+        head_elements += heads
+    if sizes.kv_ranks > 1:  # keys and values of all context ranks instead of a rank's own
+        head_elements += 2 * sizes.kv_ranks * groups
+        if sizes.has_rope:
+            head_elements -= heads + 3 * groups
+    sums = 2 * heads + groups if config.qk_layernorm else heads
+    bytes_per_token = head_elements * width * sizes.bytes_per_element + sums * _FP32
+    return _attention_tile_bytes(attention, sizes) + sizes.tokens * bytes_per_token
 
 
-def _attention_tile_bytes(attention: Any, sizes: Sizes) -> int:
+def _attention_tile_bytes(attention: Any, sizes: ActivationSizes) -> int:
     """Return the bytes of the mask of attention's tiles on a CPU, and of their outputs before they are joined."""
     window, skipped = attention.config.window_size, attention.config.window_attn_skip_freq
-    visible_keys = keys = sizes.tokens * sizes.gathered
+    visible_keys = keys = sizes.tokens * sizes.kv_ranks
     if is_layer_window_attention(window, skipped, attention.layer_number):
         visible_keys = min(visible_keys, window[0] + 1)
-    if has_cuda() or (visible_keys == keys and sizes.gathered == 1):
+    if has_cuda() or (visible_keys == keys and sizes.kv_ranks == 1):
         return 0
-    rows = min(MASKED_ROWS, sizes.tokens // 2 if visible_keys == keys else max(128, visible_keys))
-    outputs = attention.num_attention_heads_per_partition * attention.hidden_size_per_attention_head
-    return (rows * min(keys, rows + visible_keys) + sizes.tokens * outputs) * sizes.number
+    rows = sizes.tokens // 2 if visible_keys == keys else max(128, visible_keys)
+    rows = min(MASKED_ROWS, rows)
+    mask = rows * min(keys, rows + visible_keys)
+    width = attention.num_attention_heads_per_partition * attention.hidden_size_per_attention_head
+    return (mask + sizes.tokens * width) * sizes.bytes_per_element
 
 
-def _mamba_bytes(mixer: Any, sizes: Sizes) -> int:
-    """Return the bytes of the scan's output and its gated output; convolution and states are recomputed."""
-    return sizes.tokens * 2 * mixer.d_inner_local_tp * sizes.number
-
-
-def _delta_net(net: Any, sizes: Sizes) -> int:
-    """Count normalized queries and keys, copies per value head, values, gates, outputs, and the inverse per chunk."""
-    queries = 2 * net.key_head_dim * (net.num_k_heads_local_tp + net.num_v_heads_local_tp)
-    return (
-        sizes.tokens
-        * (queries + 3 * net.v_dim_local_tp + DELTA_CHUNK * net.num_v_heads_local_tp)
-        * sizes.number
-    )
-
-
-def _dispatcher_bytes(layer: Any, sizes: Sizes) -> int:
+def _dispatcher_bytes(layer: Any, sizes: ActivationSizes) -> int:
     """Return the bytes of the token-to-expert map, the permutation, and the router's probabilities."""
-    return sizes.between * (layer.router.weight.size(0) * 8 + layer.router.topk * 16)
+    return sizes.sp_tokens * (layer.router.weight.size(0) * 8 + layer.router.topk * 16)
 
 
-_BY_ATTRIBUTE = {
-    "token_dispatcher": _dispatcher_bytes,
-    "core_attention": _attention_bytes,
-    "d_inner_local_tp": _mamba_bytes,
-    "num_v_heads_local_tp": _delta_net,
-}
-"""Modules that save more than inputs and outputs of linear layers, by an attribute that only they have."""
-
-
-def _working_bytes(layer: nn.Module, sizes: Sizes) -> int:
+def _working_bytes(layer: nn.Module, sizes: ActivationSizes) -> int:
     """Return the bytes of the gathered input and of the gradients of the residual stream and the widest layer."""
-    stream = (sizes.tokens + sizes.between) * sizes.hidden * sizes.number
-    return stream + max(
-        (_gradient_bytes(path, module, sizes) for path, module in layer.named_modules()), default=0
-    )
+    stream = (sizes.tokens + sizes.sp_tokens) * sizes.hidden_size * sizes.bytes_per_element
+    gradients = [_gradient_bytes(path, module, sizes) for path, module in layer.named_modules()]
+    return stream + max(gradients, default=0)
 
 
-def _scored_bytes(layer: Any, sizes: Sizes) -> int:
+def _scored_bytes(layer: Any, sizes: ActivationSizes) -> int:
     """Return the fp32 bytes that the backward pass of soft-capped attention adds, less the freed tensors of the MLP."""
-    if not sizes.scores:
+    if not sizes.scores_per_tile:
         return 0
-    return 2 * sizes.stream + 4 * _FP32 * sizes.scores - kept_inside("mlp", layer.mlp, sizes)
+    freed = kept_inside("mlp", layer.mlp, sizes)
+    return 2 * sizes.stream_bytes + 4 * _FP32 * sizes.scores_per_tile - freed
 
 
-def _scanned_bytes(layer: Any, sizes: Sizes) -> int:
+def _scanned_bytes(layer: Any, sizes: ActivationSizes) -> int:
     """Return the bytes that the backward pass of PyTorch's scan needs beyond the MLP's freed tensors."""
-    mixer: Any = next(
-        (module for module in layer.modules() if hasattr(module, "scan_numbers")), None
-    )
-    if mixer is None or (isinstance(mixer, DeltaNet) and has_cuda()):
+    scans = (_scan_elements(module, sizes.tokens) for module in layer.modules())
+    elements = next((count for count in scans if count), 0)
+    if not elements:
         return 0
     freed = kept_inside("mlp", layer.mlp, sizes) if hasattr(layer, "mlp") else 0
-    return 2 * sizes.stream + mixer.scan_numbers(sizes.tokens) * _FP32 - freed
+    return 2 * sizes.stream_bytes + elements * _FP32 - freed
 
 
-def _summed_bytes(layer: Any, sizes: Sizes) -> int:
+def _scan_elements(module: nn.Module, tokens: int) -> int:
+    feature = feature_of(type(module))
+    return 0 if feature is None else feature.scan_elements(module, tokens)
+
+
+def _summed_bytes(layer: Any, sizes: ActivationSizes) -> int:
     """Return the bytes of experts' outputs while expert tensor ranks add them up, with two copies for gloo."""
     ranks = layer.config.expert_tensor_parallel_size or 1
     if ranks == 1 or not any("router" in path for path, _ in layer.named_modules()):
         return 0
-    size, copies = (
-        (_FP32 if sizes.wide else sizes.number),
-        sizes.wide + 1 / ranks + 2 * (not has_cuda()),
-    )
-    return int(sizes.chosen * sizes.hidden * ((2 + 2 / ranks) * sizes.number + copies * size))
+    summed_size, copies = sizes.bytes_per_element, 1 / ranks
+    if sizes.has_fp32_router:
+        summed_size, copies = _FP32, 1 + copies
+    if not has_cuda():
+        copies += 2
+    bytes_per_output = (2 + 2 / ranks) * sizes.bytes_per_element + copies * summed_size
+    return int(sizes.expert_tokens * sizes.hidden_size * bytes_per_output)
 
 
-def _gradient_bytes(path: str, module: nn.Module, sizes: Sizes) -> int:
+def _gradient_bytes(path: str, module: nn.Module, sizes: ActivationSizes) -> int:
     """Return the bytes of a linear layer's gradients: of output, weight and, for experts, input."""
-    shape, tokens = weight_shape(module), _tokens_of_path(path, sizes)
+    shape = weight_shape(module)
     if shape is None:
         return 0
-    weight_gradient = math.prod(shape) * sizes.separate_gradients * trained(module)
-    if not is_dispatched(
-        path
-    ):  # after linear_fc1: the activation's output and one factor of it, freed before ``weight_gradient``
-        factor = tokens * shape[0] // 2 * path.endswith("linear_fc1")
-        scaled = tokens * shape[0] // 2 if _has_parts(module) else 0
-        return (tokens * shape[0] + max(weight_gradient - factor, factor) + scaled) * sizes.number
-    inner = (
-        1 + sizes.activation + sizes.weighting
-    )  # saved after linear_fc1 and freed before its backward pass
-    freed = 0 if path.endswith("linear_fc2") else tokens * (shape[0] // 2) * inner
-    adapter_gradient = (
-        tokens * shape[1] * hasattr(module, "adapter")
-    )  # the adapter's input gradient before the sum
-    gradient_bytes = (
-        tokens * sum(shape) + adapter_gradient + weight_gradient * sizes.together - freed
-    ) * sizes.number
-    # in fp32: the gradient of the product with probabilities and of both factors; the input of linear_fc2 is freed
-    weighting = (
-        tokens * shape[1] * 3 * _FP32 * sizes.weighting
-        if path.endswith("linear_fc2") and sizes.wide
-        else 0
-    )
-    return max(gradient_bytes, weighting)
+    weight_gradient = 0
+    if sizes.separate_gradients and trained(module):
+        weight_gradient = math.prod(shape)
+    if is_dispatched(path):
+        return _expert_gradient_bytes(path, module, sizes, weight_gradient)
+    outputs = _tokens_of_path(path, sizes) * shape[0]
+    # after linear_fc1: the activation's output and one factor of it, freed before ``weight_gradient``
+    factor = outputs // 2 if path.endswith("linear_fc1") else 0
+    scaled = outputs // 2 if _has_parts(module) else 0
+    elements = outputs + max(weight_gradient - factor, factor) + scaled
+    return elements * sizes.bytes_per_element
+
+
+def _expert_gradient_bytes(
+    path: str, module: nn.Module, sizes: ActivationSizes, weight_gradient: int
+) -> int:
+    """Return the bytes of the gradients of experts; ``weight_gradient`` counts the elements of one expert's."""
+    shape, tokens = weight_shape(module), _tokens_of_path(path, sizes)
+    assert shape is not None, "experts have weights"
+    is_last = path.endswith("linear_fc2")
+    elements = tokens * sum(shape) + weight_gradient * sizes.experts_per_kernel
+    if hasattr(module, "adapter"):  # the adapter's input gradient before the sum
+        elements += tokens * shape[1]
+    if not is_last:  # saved after linear_fc1 and freed before its backward pass
+        tensors = 1 + sizes.activation_tensors + sizes.weighting_tensors
+        elements -= tokens * (shape[0] // 2) * tensors
+    weighting = 0
+    if is_last and sizes.has_fp32_router:
+        # in fp32: the gradient of the product with probabilities and of both factors; linear_fc2's input is freed
+        weighting = 3 * tokens * shape[1] * _FP32 * sizes.weighting_tensors
+    return max(elements * sizes.bytes_per_element, weighting)

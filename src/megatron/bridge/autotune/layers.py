@@ -4,12 +4,11 @@
 from collections.abc import Iterator
 from typing import Any
 
-from megatron.core.ssm.gated_delta_net import GatedDeltaNet
-from megatron.core.ssm.mamba_mixer import MambaMixer
 from torch import Tensor, nn
 
 from megatron.bridge.autotune.time.work import LayerShape, Matrix
-from megatron.bridge.models.flops import DELTA_CHUNK, head_widths, keys_seen, operations_between
+from megatron.bridge.models.features.registry import FEATURES, feature_of
+from megatron.bridge.models.flops import head_widths, keys_seen, operations_between
 
 INTO_RESIDUAL = ("linear_proj", "linear_fc2", "out_proj")
 
@@ -91,8 +90,10 @@ def is_dispatched(path: str) -> bool:
 
 
 def is_undivided(path: str) -> bool:
-    """Return whether all tensor-parallel ranks hold the full weight: of the router, or around experts."""
-    return path.endswith(("router", "fc1_latent_proj", "fc2_latent_proj"))
+    """Return whether all tensor-parallel ranks hold the full weight: of the router, or of a feature's layers."""
+    return path.endswith("router") or any(
+        path.endswith(feature.replicated_layers) for feature in FEATURES
+    )
 
 
 def _local_experts(layer: nn.Module) -> int:
@@ -107,15 +108,8 @@ def _local_experts(layer: nn.Module) -> int:
 
 
 def _scan_state_bytes(module: Any) -> float:
-    """Return the bytes per token of a scan's states: fp32 four times (mamba-ssm), or bf16 twice (fla), for a chunk."""
-    if isinstance(module, MambaMixer):
-        states = getattr(module, "state_size", module.d_state)
-        return 4 * 4 * module.nheads_local_tp * module.headdim * states / module.chunk_size
-    if isinstance(module, GatedDeltaNet):
-        net: Any = module
-        heads = net.num_value_heads // net.tp_size
-        return 2 * 2 * heads * net.key_head_dim * net.value_head_dim / DELTA_CHUNK
-    return 0.0
+    feature = feature_of(type(module))
+    return 0.0 if feature is None else feature.state_bytes(module)
 
 
 def _clamp_of(module: Any) -> float | None:

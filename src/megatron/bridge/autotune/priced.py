@@ -6,6 +6,8 @@ from dataclasses import dataclass, field, fields
 from fnmatch import fnmatchcase
 from typing import Literal
 
+from megatron.bridge.models.features.feature import Pricing
+from megatron.bridge.models.features.registry import FEATURES
 from megatron.bridge.training.config import ConfigContainer
 from megatron.bridge.training.config.rules.values import default_of, value_of
 
@@ -33,6 +35,16 @@ class SettingGroup:
         return any(fnmatchcase(name, pattern) for pattern in patterns)
 
 
+def _of_layer_features(pricing: Pricing) -> list[str]:
+    """Return the settings that features of layers declare with ``pricing``."""
+    return [
+        name
+        for feature in FEATURES
+        for name, declared in feature.pricing.items()
+        if declared == pricing
+    ]
+
+
 BLOCKS = ("model", "ddp", "optimizer", "dataset")
 # The first group that has a setting decides.
 GROUPS = [
@@ -55,7 +67,6 @@ GROUPS = [
             "deallocate_pipeline_outputs",
             "microbatch_group_size_per_vp_stage",
             "num_layers",
-            "mtp_num_layers",
             "num_layers_in_first_pipeline_stage",
             "num_layers_in_last_pipeline_stage",
             "pipeline_model_parallel_layout",
@@ -69,7 +80,6 @@ GROUPS = [
             "moe_token_dispatcher_type",
             "gated_linear_unit",
             "activation_func_clamp_value",
-            "attn_logit_softcapping",
             "num_moe_experts",
             "window_size",
             "qk_layernorm",
@@ -86,13 +96,13 @@ GROUPS = [
             "moe_shared_expert_intermediate_size",
             "moe_layer_freq",
             "moe_ffn_hidden_size",
-            "moe_latent_size",
             "moe_router_topk",
             "cp_comm_type",
             "vocab_size",
             "position_embedding_type",
             "share_embeddings_and_output_weights",
             "make_vocab_size_divisible_by",
+            *_of_layer_features("counted"),
         ],
         ddp=[
             "grad_reduce_in_fp32",
@@ -122,7 +132,6 @@ GROUPS = [
         model=[
             "attention_backend",
             "flash_attention_version",
-            "softmax_type",
             "cpu_offloading*",
             "fine_grained_activation_offloading",
             "offload_modules",
@@ -160,10 +169,6 @@ GROUPS = [
             "num_layers_at_end_in_bf16",
             "activation_func_fp8_input_store",
             "fp32_residual_connection",
-            "mtp_standalone",
-            "use_mamba_mem_eff_path",
-            "mamba_training_ssm_states_dtype",
-            "dsa_indexer_use_sparse_loss",
             "tp_comm_overlap_disable_*",
             "use_transformer_engine_op_fuser",
             "quant_recipe",
@@ -172,6 +177,7 @@ GROUPS = [
             "moe_router_padding_for_*",
             "high_priority_a2a_comm_stream",
             "variable_seq_lengths",
+            *_of_layer_features("unpriced"),
         ],
         ddp=[
             "num_buckets",
@@ -202,45 +208,14 @@ GROUPS = [
             "account_for_loss_in_pipeline_split",
             "add_bias_linear",
             "add_qkv_bias",
-            "attention_bias",
-            "attention_output_bias",
-            "mlp_bias",
             "layernorm_bias",
-            "output_bias",
             "attention_output_gate",
             "normalization",
             "qk_l2_norm",
             "multi_latent_attention",
-            "experimental_attention_variant",
-            "linear_*",
-            "dsa_indexer_n_heads",
-            "dsa_indexer_head_dim",
-            "dsa_indexer_topk",
-            "dsa_indexer_topk_freq",
-            "dsa_indexer_skip_topk_offset",
-            "mamba_state_dim",
-            "mamba_head_dim",
-            "mamba_num_groups",
-            "mamba_num_heads",
-            "mamba_layers",
-            "mamba_conv_kernel",
-            "mamba_dt_rank",
-            "mamba_beside_attention",
-            "kda_layers",
-            "short_conv_layers",
             "parallel_residual",
             "norm_placement",
             "norm_gain",
-            "value_norm",
-            "attention_k_eq_v",
-            "shared_kv_layers",
-            "shared_kv_wide_mlp",
-            "global_kv_channels",
-            "global_query_groups",
-            "hidden_size_per_layer_input",
-            "vocab_size_per_layer_input",
-            "experts_beside_mlp",
-            "embedding_norm",
             "qk_norm_across_heads",
             "qk_norm_by_head",
             "moe_shared_expert_gate",
@@ -249,17 +224,13 @@ GROUPS = [
             "chunked_attention",
             "window_attn_skip_freq",
             "heterogeneous_block_specs",
-            "mtp_use_repeated_layer",
             "transformer_layer_spec",
             "hf_config",
-            "head",
-            "num_labels",
-            "layer_scales",
             "should_pad_vocab",
-            "make_query_groups_divisible_by",
             "params_dtype",
             "moe_single_grouped_*",
             "use_grouped_gemm_for_shared_expert",
+            *_of_layer_features("modules"),
         ],
     ),
     SettingGroup(
@@ -273,7 +244,6 @@ GROUPS = [
             "rotary_*",
             "rope_*",
             "local_rope_parameters",
-            "query_scaling_*",
             "seq_len_interpolation_factor",
             "position_offset",
             "no_rope_freq",
@@ -284,8 +254,6 @@ GROUPS = [
             "mup_*",
             "apply_query_key_layer_scaling",
             "attention_softmax_in_fp32",
-            "mtp_loss_scaling_factor",
-            "mtp_detach_heads",
             "moe_router_*",
             "moe_aux_loss_coeff",
             "moe_z_loss_coeff",
@@ -293,25 +261,15 @@ GROUPS = [
             "moe_token_drop_policy",
             "moe_apply_probs_on_input",
             "moe_enable_routing_replay",
-            "embedding_multiplier",
-            "embedding_dropout",
-            "residual_multiplier",
-            "logits_scaling",
-            "final_logit_softcapping",
             "qk_norm_after_rope",
             "qk_clip_*",
-            "dsa_indexer_*",
             "calculate_per_token_loss",
             "mrope_section",
-            "mamba_smallest_step",
-            "mamba_largest_step",
-            "pooling",
-            "contrastive_temperature",
-            "label_names",
             "fp16_lm_cross_entropy",
             "max_position_embeddings",
             "moe_*_glu_interleave_size",
             "perform_initialization",
+            *_of_layer_features("numbers"),
         ],
         ddp=[
             "average_in_collective",

@@ -42,18 +42,16 @@ from megatron.bridge.backends.moe.grouped_experts import (
     GroupedLinear,
     RowParallelGroupedLinear,
 )
-from megatron.bridge.backends.recurrent.gated_delta_net import DeltaNet
-from megatron.bridge.backends.recurrent.kimi_delta import KimiDeltaAttention
 from megatron.bridge.backends.recurrent.mamba import TorchMambaMixer
-from megatron.bridge.backends.recurrent.mamba1 import Mamba1Mixer
-from megatron.bridge.backends.recurrent.short_conv import ShortConv
 from megatron.bridge.backends.specs.torch_spec import TorchLatentAttention
 from megatron.bridge.checkpoint.model_io import unwrap
+from megatron.bridge.models.features.registry import FEATURES
 from megatron.bridge.models.features.rope import frequencies_and_factor
 from megatron.bridge.utils.errors import UserError
 
 _PARALLEL_LINEAR = (tensor_parallel.ColumnParallelLinear, tensor_parallel.RowParallelLinear)
-_RECURRENT = (TorchMambaMixer, DeltaNet, ShortConv, Mamba1Mixer, KimiDeltaAttention)
+# mixers whose earlier tokens are states of one size
+_RECURRENT = tuple(kind for feature in FEATURES for kind in feature.recurrent_modules)
 
 
 class DecodingState:

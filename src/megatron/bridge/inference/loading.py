@@ -14,7 +14,8 @@ from megatron.bridge.inference.adapter_bank import AdapterNames, add_adapters
 from megatron.bridge.models.conversion.auto_bridge import AutoBridge
 from megatron.bridge.models.conversion.engine import stored_provider
 from megatron.bridge.models.conversion.pretrained import tokenizer_of
-from megatron.bridge.models.gpt_provider import drop_mtp_layers, pad_query_groups
+from megatron.bridge.models.features.multi_token_prediction import drop_mtp_layers
+from megatron.bridge.models.gpt_provider import pad_query_groups
 from megatron.bridge.models.hf_pretrained import hub
 from megatron.bridge.peft import hf_adapter
 from megatron.bridge.peft.checkpoint import load_adapters, saved_base

@@ -28,19 +28,16 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
-from megatron.core.ssm.gated_delta_net import GatedDeltaNet
-from megatron.core.ssm.mamba_mixer import MambaMixer
 from megatron.core.transformer.attention import Attention
 from megatron.core.transformer.utils import is_layer_window_attention
 from torch import nn
 
-from megatron.bridge.backends.attention.sparse_attention import Indexer, is_sparse
-from megatron.bridge.backends.recurrent.tensor_parallel_mixer import TensorParallelMixer
+from megatron.bridge.models.features.feature import average_keys
+from megatron.bridge.models.features.registry import FEATURES, feature_of
 
 _BY_THEMSELVES = ("word_embeddings", "position_embeddings", "output_layer")
 _TOWER = "vision."  # its work depends on images, not on tokens
 _PASSES = 3  # forward, and two for the gradients of inputs and of weights
-DELTA_CHUNK = 64
 
 
 def flops_per_token(
@@ -105,26 +102,8 @@ def operations_between(module: nn.Module, length: int) -> float:
     """Forward operations of one token between the matrices of a layer, on this rank's heads."""
     if isinstance(module, Attention):
         return _of_attention(module, length)
-    if isinstance(module, Indexer):
-        return _of_indexer(module, length)
-    if isinstance(module, MambaMixer):
-        chunk, states = (
-            min(module.chunk_size, length),
-            getattr(module, "state_size", module.d_state),
-        )
-        within = module.ngroups_local_tp * module.d_state + module.nheads_local_tp * module.headdim
-        return (chunk + 1) * within + 4 * module.nheads_local_tp * module.headdim * states
-    if isinstance(module, TensorParallelMixer):
-        return module.operations
-    if isinstance(module, GatedDeltaNet):
-        net: Any = module
-        keys, values = net.key_head_dim, net.value_head_dim
-        return (
-            net.num_value_heads
-            // net.tp_size
-            * (6 * keys * values + DELTA_CHUNK * (3 * keys + 2 * values))
-        )
-    return 0.0
+    feature = feature_of(type(module))
+    return 0.0 if feature is None else feature.operations(module, length)
 
 
 def _of_attention(module: Any, length: int) -> float:
@@ -144,15 +123,10 @@ def head_widths(config: Any) -> tuple[int, int]:
 def keys_seen(module: Any, length: int) -> float:
     """Return the keys that a token attends to, its own included, on average over a sequence."""
     config = module.config
-    if is_sparse(config):
-        return _average_visible(min(length, config.dsa_indexer_topk), length)
+    for feature in FEATURES:
+        if (most := feature.keys_seen(config, length)) is not None:
+            return average_keys(most, length)
     return _keys_in_window(config, module.layer_number, length)
-
-
-def _of_indexer(module: Indexer, length: int) -> float:
-    config: Any = module.config
-    width = config.dsa_indexer_n_heads * (config.dsa_indexer_head_dim + 1)
-    return 2 * width * _average_visible(length, length) / config.tensor_model_parallel_size
 
 
 def _keys_in_window(config: Any, layer: int, length: int) -> float:
@@ -161,9 +135,4 @@ def _keys_in_window(config: Any, layer: int, length: int) -> float:
         visible_keys = min(length, config.window_size[0] + 1)
         if getattr(config, "chunked_attention", False):
             return (visible_keys + 1) / 2
-    return _average_visible(visible_keys, length)
-
-
-def _average_visible(limit: int, length: int) -> float:
-    """Of what tokens see that see all before them, but at most so many."""
-    return limit - limit * (limit - 1) / (2 * length)
+    return average_keys(visible_keys, length)

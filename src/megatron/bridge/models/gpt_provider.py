@@ -2,12 +2,13 @@
 """The provider of Megatron-Core's decoder-only ``GPTModel``."""
 
 import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Annotated, Any, ClassVar, Literal, Self
 
 import torch
 from megatron.core import parallel_state
+from megatron.core.models.backends import BackendSpecProvider
 from megatron.core.models.common.language_module.language_module import LanguageModule
 from megatron.core.models.gpt import GPTModel, gpt_model
 from megatron.core.transformer.spec_utils import ModuleSpec
@@ -15,44 +16,25 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 
 from megatron.bridge.backends.kernels import mtp_loss
 from megatron.bridge.backends.specs import layer_features, layer_specs
-from megatron.bridge.backends.specs.kv_sharing import connect_shared_kv, has_window
 from megatron.bridge.backends.specs.layer_features import NormPlacement, ParallelResidual
-from megatron.bridge.models.features import (
-    activations,
-    biases,
-    gated_delta_net,
-    heads,
-    mamba_beside_attention,
-    multipliers,
-    padding,
-    padding_token,
-    per_layer_inputs,
-    rope,
-    routing,
-)
-from megatron.bridge.models.features.heads import HeadName, Pooling
+from megatron.bridge.models.features import rope
+from megatron.bridge.models.features.feature import ToySizes
+from megatron.bridge.models.features.registry import FEATURES, FeatureFields
 from megatron.bridge.models.model_provider import ModelProvider, silenced
 from megatron.bridge.utils.config.ranges import (
     ABOVE_ZERO,
     AT_LEAST_ONE,
     AT_LEAST_ZERO,
-    BELOW_ONE,
     FRACTION,
 )
-from megatron.bridge.utils.errors import UserError, one_line
+from megatron.bridge.utils.errors import UserError, one_line, refuse
 from megatron.bridge.utils.user_functions import failure_of, function_name
 from megatron.bridge.utils.vocab_utils import calculate_padded_vocab_size
 
 
 @dataclass
-class GPTModelProvider(ModelProvider):
-    """A ``TransformerConfig`` plus what ``GPTModel`` takes beside it.
-
-    Attributes:
-        backend: layer implementation: ``torch``, ``transformer_engine``, or ``auto`` for the best available.
-    """
-
-    _model_class: ClassVar[type[Any]] = GPTModel
+class DecoderFields:
+    """What every decoder has; settings of features are beside the features (``features.registry``)."""
 
     vocab_size: Annotated[int | None, AT_LEAST_ONE] = None
     """The true vocabulary; rows of padding are added by ``padded_vocab_size`` only."""
@@ -102,108 +84,28 @@ class GPTModelProvider(ModelProvider):
     """Apply the norms of ``qk_layernorm`` after the rotary embedding."""
     norm_gain: bool = True
     """Norms have a trained gain; False leaves it out (``backend='torch'`` only)."""
-    value_norm: bool = False
-    """Values pass an RMSNorm without a gain (``backend='torch'`` only, like all that depends on it here)."""
-    attention_k_eq_v: bool = False
-    """Under ``value_norm``, values are the projected keys in layers without a window."""
-    shared_kv_layers: list[int] | None = None
-    """KV sharing, under ``value_norm``: 1 for each layer that attends to the keys and values of the last layer of its
-    kind (with a window, or without one) that projects its own; None has no such layer."""
-    shared_kv_wide_mlp: bool = False
-    """Layers without keys and values of their own have feed-forward layers of twice the width."""
-    global_kv_channels: Annotated[int | None, AT_LEAST_ONE] = None
-    """Width of the heads of layers without a window; None is ``kv_channels``."""
-    global_query_groups: Annotated[int | None, AT_LEAST_ONE] = None
-    """Key and value heads of layers without a window; None is ``num_query_groups``."""
-    hidden_size_per_layer_input: Annotated[int | None, AT_LEAST_ONE] = None
-    """Width of per-layer embeddings (PLE), a further embedding of each token for each layer; None disables them."""
-    vocab_size_per_layer_input: Annotated[int | None, AT_LEAST_ONE] = None
-    """Tokens that have per-layer embeddings."""
-    layer_scales: bool = False
-    """The output of each layer is multiplied by a number that is not trained."""
-    experts_beside_mlp: bool = False
-    """Layers with experts have a dense feed-forward layer as well, and norms before and after both."""
     layernorm_bias: bool = True
     """LayerNorms have a bias; False leaves it out (``backend='torch'`` only)."""
     parallel_residual: ParallelResidual | None = None
     """Attention and MLP both read the input of the layer: through one norm (``shared_norm``) or each through its
     own (``own_norms``). None lets the MLP read what attention has added to the input."""
-    embedding_dropout: Annotated[float | None, BELOW_ONE] = None
-    """Dropout of the embeddings; None is ``hidden_dropout``."""
-    embedding_padding_idx: Annotated[int | None, AT_LEAST_ZERO] = None
-    """The token whose input embedding has no gradient, as ``padding_idx`` of ``torch.nn.Embedding``; models from
-    Hugging Face have it where transformers' own class does. None trains all rows."""
-    embedding_norm: bool = False
-    """Embeddings pass an RMSNorm without a gain before the first layer."""
-    output_bias: bool = False
-    """The output layer has a bias."""
-    embedding_multiplier: Annotated[float | Literal["sqrt_hidden_size"], ABOVE_ZERO] = 1.0
-    """Multiplies the embeddings; ``sqrt_hidden_size`` is rounded to their precision, as Gemma was trained."""
-    residual_multiplier: Annotated[float, ABOVE_ZERO] = 1.0
-    """Multiplies what attention and MLP add to the residual stream."""
-    logits_scaling: Annotated[float, ABOVE_ZERO] = 1.0
-    """Divides the logits."""
-    attn_logit_softcapping: Annotated[float | None, ABOVE_ZERO] = None
-    """Soft cap on attention scores: ``cap * tanh(score / cap)``."""
-    final_logit_softcapping: Annotated[float | None, ABOVE_ZERO] = None
-    """Soft cap on the scaled logits: ``cap * tanh(logits / cap)``."""
-    attention_bias: bool | None = None
-    """Biases of attention's projections; None follows ``add_bias_linear``, False removes them."""
-    attention_output_bias: bool | None = None
-    """Bias of attention's output projection; overrides ``attention_bias``."""
-    mlp_bias: bool | None = None
-    """Biases of the feed-forward layers; None follows ``add_bias_linear``, False removes them."""
-    moe_router_group_score: Literal["sum", "two", "max"] = "sum"
-    """What ranks the groups of experts: the ``sum`` of the ``moe_router_topk / moe_router_group_topk`` best scores in
-    a group, of the ``two`` best ones, or the best score alone (``max``), as DeepSeek-V2 was trained."""
-    moe_router_norm_topk: bool = True
-    """The sigmoids of the chosen experts are divided by their sum; False leaves them as they are."""
-    moe_router_norm_min: Annotated[float | None, AT_LEAST_ZERO] = None
-    """Scores are a softmax over all experts; a correction, trained without gradients, helps to choose, and what is
-    chosen is divided by its sum, or by this number where the sum is smaller. None has no such correction."""
-    moe_router_sparsemixer_eps: Annotated[float | None, AT_LEAST_ZERO] = None
-    """Each chosen expert is weighed by a softmax over those left whose scores are within twice this share of its own
-    (SparseMixer); None is a softmax over the chosen ones."""
-    short_conv_layers: list[int] | None = None
-    """1 for each layer with a gated short convolution instead of attention, over ``linear_conv_kernel_dim``
-    tokens; None disables them."""
-    mamba_layers: list[int] | None = None
-    """1 for each layer with a Mamba-2 mixer, whose heads are one group, instead of attention; None disables them."""
-    kda_layers: list[int] | None = None
-    """1 for each layer with Kimi delta attention, sized by ``linear_...``, instead of latent attention; None disables
-    them."""
-    mamba_conv_kernel: int = 4
-    """Tokens that the convolution of a Mamba layer sees, its own included."""
-    mamba_smallest_step: float = 0.0
-    """Lower bound of the step by which a token moves the state of a Mamba-2 mixer."""
-    mamba_largest_step: float | None = None
-    """Upper bound of it; None is none."""
-    mamba_dt_rank: int | None = None
-    """The mixers of ``mamba_layers`` are Mamba-1, whose steps have this rank; None is Mamba-2."""
-    mamba_beside_attention: dict[str, Any] | None = None
-    """Each layer has a Mamba-2 mixer beside attention; both read the same input. The keys are transformers' names of
-    Falcon-H1's multipliers (``ssm_in_multiplier``, ...); those that are left out are 1. None has no such mixers."""
-    make_query_groups_divisible_by: int = 1
-    """Append groups of attention heads that are all zero until the number of groups divides by this, so that
-    tensor parallelism fits a model whose heads do not split evenly. Such heads output zero and get zero gradients:
-    the function that is trained is the same, and an export leaves them out."""
-    head: HeadName | None = None
-    """What stands in the place of the output layer: a linear layer that scores ``num_labels`` classes from the
-    last token (``sequence_classification``; with one label, a reward model) or for each token
-    (``token_classification``), or nothing, so that the hidden states are the output (``embedding``)."""
-    num_labels: Annotated[int | None, AT_LEAST_ONE] = None
-    """Classes of a classification head."""
-    label_names: list[str] | None = None
-    """Their names, for ``id2label`` of an export; None takes the dataset's, or keeps those of the source."""
-    pooling: Pooling = "last_token"
-    """How training with ``head='embedding'`` makes one vector of a text."""
-    contrastive_temperature: float = 0.05
-    """Divides the similarities of embeddings in the contrastive loss."""
     cuda_graph_modules: Any = field(
         default_factory=list
     )  # Megatron-Core's own default is deprecated
     transformer_layer_spec: ModuleSpec | Callable[..., ModuleSpec] | None = None
     """A spec, or a function from this config to one; None takes ``backend``'s."""
+
+
+@dataclass
+class GPTModelProvider(FeatureFields, DecoderFields, ModelProvider):
+    """A ``TransformerConfig`` plus what ``GPTModel`` takes beside it.
+
+    Attributes:
+        backend: layer implementation: ``torch``, ``transformer_engine``, or ``auto`` for the best available.
+    """
+
+    _model_class: ClassVar[type[Any]] = GPTModel
+
     _unpadded_heads: tuple[int, int] | None = field(
         default=None, init=False, repr=False, compare=False
     )
@@ -240,19 +142,11 @@ class GPTModelProvider(ModelProvider):
         rope.check_parameters(self.rope_parameters or {})
         rope.check_parameters(self.local_rope_parameters or {}, "local_rope_parameters")
         self._check_activation()
-        self._check_layer_lists()
-        self._check_unlike_layers()
         self._check_expert_biases()
-        heads.derive(self)
-        mamba_beside_attention.derive(self)
-        gated_delta_net.check(self)
         self._check_positions()
-        per_layer_inputs.check(self)
-        routing.check(self)
-        # layers that differ are saved one by one; Megatron-Core knows that of its own kinds of layers
-        self.hetereogenous_dist_checkpoint |= any(
-            getattr(self, name) is not None for name in gated_delta_net.LAYERS
-        )
+        refuse(self.feature_problems())
+        for feature in FEATURES:
+            feature.derive(self)
         self._unpadded_heads = self.unpadded_heads
         if self.make_query_groups_divisible_by > 1:
             self.kv_channels = self.kv_channels or self.hidden_size // self.num_attention_heads
@@ -261,20 +155,55 @@ class GPTModelProvider(ModelProvider):
     def get_config_for_layer(self, layer_number: int) -> Self:
         """The config that layer ``layer_number``, counted from one, is built with."""
         config = copy.copy(self)
-        if not has_window(self, layer_number):
-            config.kv_channels = self.global_kv_channels or self.kv_channels
-            config.num_query_groups = self.global_query_groups or self.num_query_groups
-            config._unpadded_heads = (
-                self.num_attention_heads,
-                config.num_query_groups or self.num_attention_heads,
-            )
-        if (
-            self.shared_kv_wide_mlp
-            and self.shared_kv_layers
-            and self.shared_kv_layers[layer_number - 1]
-        ):
-            config.ffn_hidden_size = 2 * (self.ffn_hidden_size or 0)
+        for feature in FEATURES:
+            feature.change_layer_config(config, self, layer_number)
         return config
+
+    def change_layer_spec(
+        self, spec: ModuleSpec, layer_number: int | None, provider: BackendSpecProvider
+    ) -> ModuleSpec:
+        """Add all features to the spec of a layer; ``layer_specs.decoder_block_spec`` calls it.
+
+        Args:
+            spec: Of a decoder layer.
+            layer_number: Counted from one; None in a hybrid model, whose layers of a kind share a spec.
+            provider: Chooses the classes of linear layers, norms and attention; it is that of a backend.
+        """
+        for feature in FEATURES:
+            spec = feature.change_layer_spec(spec, self, layer_number, provider)
+        return spec
+
+    def feature_problems(self) -> Iterator[str]:
+        """Yield what prevents the features from being built, a sentence for each problem."""
+        problems = list(self._list_problems())
+        if problems:  # the checks of features read the lists
+            yield from problems
+            return
+        for feature in FEATURES:
+            yield from feature.check(self)
+
+    def prediction_notes(self) -> Iterator[str]:
+        """Yield what predictions of memory and time assume or leave out, for a dry run to say."""
+        for feature in FEATURES:
+            yield from feature.notes(self)
+
+    @property
+    def per_layer_fields(self) -> tuple[str, ...]:
+        """The names of fields that may have a number for each layer."""
+        of_features = [name for feature in FEATURES for name in feature.per_layer]
+        return ("moe_layer_freq", "window_attn_skip_freq", "no_rope_freq", *of_features)
+
+    @property
+    def has_periodic_layers(self) -> bool:
+        """Whether the architecture describes its layers by a period, so that a small model has whole periods."""
+        return any(feature.has_periods(self) for feature in FEATURES)
+
+    def toy_sizes(self, toy: ToySizes) -> dict[str, Any]:
+        """Return the settings of features in the small model of a rehearsal."""
+        sizes: dict[str, Any] = {}
+        for feature in FEATURES:
+            sizes |= feature.toy_sizes(self, toy)
+        return sizes
 
     def provide(
         self,
@@ -359,22 +288,11 @@ class GPTModelProvider(ModelProvider):
         Args:
             model: has parameters, without values of a checkpoint yet; ``self`` is the resolved config.
         """
-        layer_features.mark_sinks(model)
         layer_features.keep_lengths_without_rope(model, self)
         rope.apply_rope(model, self)
         _offset_positions(model, self.position_offset)
-        multipliers.apply_query_scaling(model, self)
-        biases.apply_biases(model, self)
-        biases.apply_output_bias(model, self)
-        routing.apply_routing(model, self)
-        activations.apply_xielu(model, self)
-        multipliers.apply_multipliers(model, self)
-        mamba_beside_attention.apply(model, self)
-        per_layer_inputs.apply_layer_ends(model, self)
-        connect_shared_kv(model, self)
-        padding.apply_padding(model, self)
-        padding_token.stop_padding_gradients(model, self)
-        heads.apply_head(model, self)
+        for feature in FEATURES:
+            feature.change_model(model, self)
 
     def _refuse_ineffective(self, defaults: Mapping[str, Any], context: str) -> None:
         """Refuse fields that have no effect ``context`` and are not at their defaults."""
@@ -397,44 +315,17 @@ class GPTModelProvider(ModelProvider):
                 "the positions that this model has learned: use shorter sequences"
             )
 
-    def _check_layer_lists(self) -> None:
-        for name in (
-            "window_attn_skip_freq",
-            "no_rope_freq",
-            "linear_attention_freq",
-            *gated_delta_net.LAYERS,
-        ):
+    def _list_problems(self) -> Iterator[str]:
+        """Yield a sentence for each list that has not a number for each layer."""
+        checked_elsewhere = ("moe_layer_freq", "block_configs")
+        for name in self.per_layer_fields:
             value = getattr(self, name)
+            if name in checked_elsewhere:
+                continue
             if isinstance(value, list) and len(value) != self.num_layers:
-                raise UserError(
+                yield (
                     f"{name} has {len(value)} layers, num_layers={self.num_layers}: give a number for each layer"
                 )
-
-    def _check_unlike_layers(self) -> None:
-        """Mark layers that differ; query groups of padding, and fewer groups than ranks, are for equal ones."""
-        groups, ranks = self.global_query_groups, self.tensor_model_parallel_size
-        unlike = (
-            self.global_kv_channels,
-            groups,
-            self.shared_kv_layers,
-            self.value_norm and self.attention_k_eq_v,
-        )
-        self.heterogeneous_block_specs |= any(unlike)
-        if self.value_norm and self.backend == "transformer_engine":
-            raise UserError(
-                "value_norm=True does not work with backend='transformer_engine', whose attention projects queries, "
-                "keys and values alike in every layer: set model.backend='torch'"
-            )
-        if self.value_norm and self.make_query_groups_divisible_by > 1:
-            raise UserError(
-                "value_norm=True does not work with padded heads: set model.make_query_groups_divisible_by=1"
-            )
-        groups = groups or self.num_query_groups or self.num_attention_heads
-        if self.value_norm and groups % ranks and (self.attention_k_eq_v or ranks % groups):
-            raise UserError(
-                f"tensor_model_parallel_size={ranks} does not divide the {groups} key heads of layers without a "
-                "window: choose a size that does"
-            )
 
     def _check_expert_biases(self) -> None:
         if self._has_expert_biases and self.expert_tensor_ranks > 1:
@@ -524,15 +415,6 @@ def pad_query_groups(provider: Any) -> int | None:
         return None
     provider.make_query_groups_divisible_by = ranks
     return groups
-
-
-def drop_mtp_layers(provider: Any) -> None:
-    """Leave out the layers of multi-token prediction, also from the layout of the pipeline's stages."""
-    provider.mtp_num_layers = None
-    if isinstance(provider.pipeline_model_parallel_layout, str):
-        provider.pipeline_model_parallel_layout = provider.pipeline_model_parallel_layout.replace(
-            "m", ""
-        )
 
 
 def _offset_positions(model: LanguageModule, offset: int) -> None:

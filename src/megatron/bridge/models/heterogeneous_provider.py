@@ -13,6 +13,8 @@ from megatron.core.transformer.heterogeneous.heterogeneous_config import (
 )
 
 from megatron.bridge.backends.specs import layer_features
+from megatron.bridge.models.features.feature import ToySizes
+from megatron.bridge.models.features.registry import plain_layer_values
 from megatron.bridge.models.gpt_provider import GPTModelProvider
 from megatron.bridge.utils.errors import UserError, did_you_mean
 
@@ -26,6 +28,7 @@ _WITHOUT_EFFECT: dict[str, Any] = {
     "multi_latent_attention": False,
     "experimental_attention_variant": None,
     **layer_features.OFF,
+    **plain_layer_values(),
 }
 _KINDS = ("no_op", "replace_with_linear")
 
@@ -70,6 +73,21 @@ class HeterogeneousModelProvider(GPTModelProvider):
             )
         for index, block in enumerate(self.per_block_parameters):
             self._check_parallel(index, block)
+
+    @property
+    def per_layer_fields(self) -> tuple[str, ...]:
+        """Those of a decoder, and the description of each layer."""
+        return (*super().per_layer_fields, "block_configs")
+
+    def toy_sizes(self, toy: ToySizes) -> dict[str, Any]:
+        """Add fewer query heads for each key; feed-forward sizes are multiples of the hidden size."""
+        sharing = {None: None, 1: 1, self.num_attention_heads: toy.query_heads}
+        blocks: list[dict[str, Any]] = []
+        for block in self.block_configs:
+            heads_per_key = block["attention"].get("n_heads_in_group")
+            attention = block["attention"] | {"n_heads_in_group": sharing.get(heads_per_key, 2)}
+            blocks.append(block | {"attention": attention})
+        return super().toy_sizes(toy) | {"block_configs": blocks}
 
     def _block(self, index: int, block: Mapping[str, Any]) -> TransformerBlockConfig:
         location = f"block_configs[{index}]"

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The provider of Megatron-Core's hybrid models: Mamba-2 layers among attention, feed-forward and experts."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -9,6 +10,8 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 
 from megatron.bridge.backends.specs import layer_features
 from megatron.bridge.backends.specs.hybrid_specs import hybrid_stack_spec
+from megatron.bridge.models.features.feature import ToySizes, kernels_note
+from megatron.bridge.models.features.registry import plain_layer_values
 from megatron.bridge.models.gpt_provider import GPTModelProvider
 from megatron.bridge.models.model_provider import EVEN_STAGES
 from megatron.bridge.utils.config.ranges import BELOW_ONE
@@ -21,6 +24,7 @@ KINDS = {MAMBA: "Mamba", ATTENTION: "attention", FEED_FORWARD: "feed-forward", E
 _WITHOUT_EFFECT: dict[str, Any] = {
     "transformer_layer_spec": None,
     **layer_features.OFF,
+    **plain_layer_values(),
     "rope_scaling": False,
     "mtp_num_layers": None,
     "moe_layer_freq": 1,
@@ -109,6 +113,23 @@ class MambaModelProvider(GPTModelProvider):
             if isinstance(spec, ModuleSpec)
         }
         return replace(stack, submodules=replace(layers, **edited))
+
+    def toy_sizes(self, toy: ToySizes) -> dict[str, Any]:
+        """Add sizes of Mamba layers with enough heads and groups for every rank."""
+        heads = max(8, 2 * toy.head_ranks)
+        return super().toy_sizes(toy) | {
+            "mamba_num_heads": heads,
+            "mamba_head_dim": 2 * toy.hidden_size // heads,  # transformers expands the width twice
+            "mamba_state_dim": 16,
+            "mamba_num_groups": max(toy.tensor, min(self.mamba_num_groups, 2)),
+            "mamba_chunk_size": 16,
+        }
+
+    def prediction_notes(self) -> Iterator[str]:
+        """Add the kernels that are assumed."""
+        yield from super().prediction_notes()
+        if MAMBA in self.layer_kinds:
+            yield kernels_note("mamba-ssm")
 
     def check_pattern(self) -> None:
         """Refuse a pattern with unknown symbols, or one that does not fit the number of layers."""

@@ -8,7 +8,8 @@ from megatron.core.models.common.language_module.language_module import Language
 from megatron.core.transformer.multi_latent_attention import MultiLatentAttention
 from megatron.core.transformer.transformer_config import MLATransformerConfig
 
-from megatron.bridge.models.features import rope, sparse_attention
+from megatron.bridge.models.features import rope
+from megatron.bridge.models.features.feature import ToySizes
 from megatron.bridge.models.gpt_provider import GPTModelProvider
 from megatron.bridge.utils.errors import UserError
 
@@ -45,9 +46,20 @@ class MLAModelProvider(GPTModelProvider, MLATransformerConfig):
         )
         self._refuse_ineffective({**_WITHOUT_EFFECT, **without}, "with multi-latent attention")
         self.kv_channels = self.v_head_dim  # what a head gives to the output projection
-        sparse_attention.check(self)
         rope.derive_latent_rope(self)
         self._check_layout()
+
+    def toy_sizes(self, toy: ToySizes) -> dict[str, Any]:
+        """Add the widths of latents and heads."""
+        sizes = {
+            "q_lora_rank": 32,
+            "kv_lora_rank": 32,
+            "qk_head_dim": toy.head_dim,
+            "qk_pos_emb_head_dim": 8,
+            "v_head_dim": toy.head_dim,
+        }
+        used = {name: size for name, size in sizes.items() if getattr(self, name)}
+        return super().toy_sizes(toy) | used
 
     def _check_layout(self) -> None:
         # Transformer Engine's down projections are complete on every rank, and a rank has only its own heads' part of
@@ -71,7 +83,6 @@ class MLAModelProvider(GPTModelProvider, MLATransformerConfig):
         """Add the positions and the epsilons of latent attention."""
         super().finish(model)
         rope.apply_latent_rope(model, self)
-        sparse_attention.apply(model, self)
         _set_latent_epsilon(model, self.latent_layernorm_epsilon)
 
 

@@ -14,7 +14,8 @@ from megatron.bridge.data.config import (
 )
 from megatron.bridge.data.finetuning.sft_config import HFDatasetConfig, is_read_by_datasets
 from megatron.bridge.data.tokenizer import TokenizerConfig
-from megatron.bridge.models.gpt_provider import GPTModelProvider, drop_mtp_layers
+from megatron.bridge.models.features.multi_token_prediction import drop_mtp_layers
+from megatron.bridge.models.gpt_provider import GPTModelProvider
 from megatron.bridge.recipes.defaults import default_peft_config
 from megatron.bridge.recipes.options import Recompute, layout
 from megatron.bridge.recipes.sizes import CheckpointSize, Size, VisionSize

@@ -241,9 +241,9 @@ class Pricer:
     ) -> tuple[int, ...]:
         setting, sizes = (
             setting_of(config, self.world_size),
-            replace(activations.sizes_of(config), experts=1),
+            replace(activations.sizes_of(config), local_experts=1),
         )
-        sizes = replace(sizes, chosen=int(sizes.chosen * self.imbalance))
+        sizes = replace(sizes, expert_tokens=int(sizes.expert_tokens * self.imbalance))
         pipeline = pipeline_of(config, self.world_size)
         stage_bytes = []
         for stage, chunks in enumerate(plan):
@@ -255,7 +255,7 @@ class Pricer:
                 for chunk, inside in zip(chunks, modules[stage], strict=True)
             ]
             if front is not None:
-                counted[0] = replace(counted[0], tower=self._count_tower(sizes.images))
+                counted[0] = replace(counted[0], tower=self._count_tower(sizes.image_tokens))
             peak = max(
                 moment.total
                 for moment in activations.stage_moments(
@@ -278,7 +278,7 @@ class Pricer:
         """Return the peak bytes of a forward-only pass without weights."""
         config = self.configured(candidate)
         layers = {id(module): module for _, module in self._of(candidate).decoder}
-        sizes = replace(activations.sizes_of(config), experts=1)
+        sizes = replace(activations.sizes_of(config), local_experts=1)
         return forward_bytes(config.model, list(layers.values()), sizes)
 
     @cached_property

@@ -58,13 +58,15 @@ def _scan_chunk(
     """``selective_scan`` of one chunk, in log2(tokens) steps."""
     decay = (dt.unsqueeze(-1) * rate).exp()
     states = (dt * x).unsqueeze(-1) * b.unsqueeze(2)
-    states = torch.cat((states[:, :1] + decay[:, :1] * state.unsqueeze(1), states[:, 1:]), 1)
+    first_state = states[:, :1] + decay[:, :1] * state.unsqueeze(1)
+    states = torch.cat((first_state, states[:, 1:]), 1)
     reach = 1  # each state is the sum over this many tokens
     while reach < x.size(1):
-        states = torch.cat(
-            (states[:, :reach], states[:, reach:] + decay[:, reach:] * states[:, :-reach]), 1
-        )
-        decay = torch.cat((decay[:, :reach], decay[:, reach:] * decay[:, :-reach]), 1)
+        # the sum that ends ``reach`` tokens earlier doubles the reach; the first sums are complete
+        carried_states = decay[:, reach:] * states[:, :-reach]
+        carried_decay = decay[:, reach:] * decay[:, :-reach]
+        states = torch.cat((states[:, :reach], states[:, reach:] + carried_states), 1)
+        decay = torch.cat((decay[:, :reach], carried_decay), 1)
         reach *= 2
     return (states @ c.unsqueeze(-1)).squeeze(-1), states[:, -1]
 
@@ -89,33 +91,27 @@ class Mamba1Mixer(TensorParallelMixer):
     def prepare(self, submodules: MambaMixerSubmodules) -> int:
         config: Any = self.config
         inner = config.mamba_num_heads * config.mamba_head_dim
-        self.d_inner_local_tp = width = inner // self.tp_group.size()
-        self.states, self.rank = states, rank = config.mamba_state_dim, config.mamba_dt_rank
+        width = inner // self.tp_group.size()
+        states, rank = config.mamba_state_dim, config.mamba_dt_rank
+        self.d_inner_local_tp = width
+        self.states, self.rank = states, rank
         self.in_proj = build_module(
             submodules.in_proj, config.hidden_size, 2 * inner, **self.first_options
         )
-        self.shared = {
-            "dt": rank,
-            "b": states,
-            "c": states,
-        }  # widths of the parts that all features share
-        self.norms = nn.ModuleDict(
-            {
-                n: nn.RMSNorm(s, config.layernorm_epsilon, **self.like)
-                for n, s in self.shared.items()
-            }
-        )
-        taps = config.mamba_conv_kernel
-        shapes = {
-            "conv1d_weight": (width, 1, taps),
-            "x_proj": (rank + 2 * states, width),
-            "dt_proj": (width, rank),
-        }
+        # widths of the parts that all features share
+        self.shared = {"dt": rank, "b": states, "c": states}
+        self.norms = nn.ModuleDict()
+        for name, size in self.shared.items():
+            self.norms[name] = nn.RMSNorm(size, config.layernorm_epsilon, **self.like)
         self.make_parameters(
             {
-                **shapes,
+                "conv1d_weight": (width, 1, config.mamba_conv_kernel),
+                "x_proj": (rank + 2 * states, width),
+                "dt_proj": (width, rank),
                 "A_log": (width, states),
-                **dict.fromkeys(("conv1d_bias", "dt_bias", "D"), (width,)),
+                "conv1d_bias": (width,),
+                "dt_bias": (width,),
+                "D": (width,),
             }
         )
         if config.perform_initialization:
@@ -142,23 +138,25 @@ class Mamba1Mixer(TensorParallelMixer):
         x, gate = projected.chunk(2, -1)
         history_length = 0 if history is None else history.size(1)
         extended, history = with_history(x, x[:, :0] if history is None else history)
-        x = F.silu(
-            causal_convolution(extended, self.conv1d_weight.squeeze(1), self.conv1d_bias, None)[
-                :, history_length:
-            ]
-        )
-        shared = mappings.reduce_from_tensor_model_parallel_region(
-            F.linear(x, self.x_proj), self.tp_group
-        )
-        pieces = zip(self.norms.values(), shared.split(list(self.shared.values()), -1), strict=True)
-        narrow, b, c = (
-            mappings.copy_to_tensor_model_parallel_region(norm(piece), self.tp_group)
-            for norm, piece in pieces
-        )
+        taps = self.conv1d_weight.squeeze(1)
+        convolved = causal_convolution(extended, taps, self.conv1d_bias, None)
+        x = F.silu(convolved[:, history_length:])
+        narrow, b, c = self._shared_parts(x)
         dt = F.softplus(F.linear(narrow, self.dt_proj).float() + self.dt_bias.float())
         y, state = selective_scan(x, dt, -self.A_log.float().exp(), b, c, state)
         y = (y + self.D.float() * x.float()) * F.silu(gate.float())
         return y.to(projected.dtype), (history, state)
+
+    def _shared_parts(self, x: Tensor) -> list[Tensor]:
+        """Compute the narrow input of dt, B and C [b, s, width], which all ranks share, from ``x`` of this rank."""
+        sums = mappings.reduce_from_tensor_model_parallel_region(
+            F.linear(x, self.x_proj), self.tp_group
+        )
+        parts = sums.split(list(self.shared.values()), -1)
+        normed = [norm(part) for norm, part in zip(self.norms.values(), parts, strict=True)]
+        return [
+            mappings.copy_to_tensor_model_parallel_region(part, self.tp_group) for part in normed
+        ]
 
     def state_shapes(self) -> list[StateShape]:
         """Return the shapes of a text's states: last inputs of the convolution, and the state of the scan."""

@@ -22,7 +22,7 @@ from megatron.bridge.backends.attention.kernel_choice import install_kernel_choi
 from megatron.bridge.backends.kernels.norms import TorchNorm
 from megatron.bridge.backends.moe import aux_loss_metrics
 from megatron.bridge.backends.recurrent import mamba as torch_mamba
-from megatron.bridge.backends.specs.layer_specs import layer_spec
+from megatron.bridge.backends.specs.layer_specs import layer_spec, with_provider_features
 from megatron.bridge.backends.specs.torch_spec import TorchSpecProvider
 
 
@@ -96,7 +96,9 @@ def _mamba_layer(config: TransformerConfig, provider: BackendSpecProvider) -> Mo
 
 def _attention_layer(config: TransformerConfig, provider: BackendSpecProvider) -> ModuleSpec:
     """The first half of a decoder layer."""
-    full_layer = layer_spec(config, provider, moe=False)
+    full_layer = with_provider_features(
+        layer_spec(config, provider, moe=False), config, None, provider
+    )
     return _half_layer(
         TransformerLayer, full_layer, "input_layernorm", "self_attention", "self_attn_bda"
     )
@@ -106,7 +108,7 @@ def _feed_forward_layer(
     config: TransformerConfig, provider: BackendSpecProvider, moe: bool
 ) -> ModuleSpec:
     """The second half of a decoder layer."""
-    full_layer = layer_spec(config, provider, moe)
+    full_layer = with_provider_features(layer_spec(config, provider, moe), config, None, provider)
     return _half_layer(
         TransformerLayer if moe else MLPLayer, full_layer, "pre_mlp_layernorm", "mlp", "mlp_bda"
     )

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Layer features that Megatron-Core's layer specs lack, added to a spec of either backend.
+"""Norms, residuals and kinds of attention that Megatron-Core's layer specs lack, added to a spec of either backend.
+
+These are switches of one layer that depend on each other. Other features of layers are in ``models.features``.
 
 A provider declares them in these fields:
 
@@ -9,9 +11,6 @@ A provider declares them in these fields:
 * ``parallel_residual``: attention and MLP both read the input of the layer, and both outputs are added to it.
 * ``qk_norm_by_head``: a LayerNorm of queries and keys with a separate gain for each head.
 * ``qk_norm_after_rope``: queries and keys are normalized after the rotary embedding.
-* ``mamba_beside_attention``: a Mamba-2 mixer reads the input of attention, and their outputs are added.
-* ``value_norm``, ``attention_k_eq_v`` and ``shared_kv_layers``: see ``kv_sharing``.
-* ``experts_beside_mlp``: layers with experts also have a dense feed-forward layer.
 * ``attn_logit_softcapping`` and ``chunked_attention``: Transformer Engine supports neither, so its layers use the
   attention of the torch backend.
 """
@@ -25,11 +24,8 @@ import torch
 from megatron.core import tensor_parallel
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.models.backends import BackendSpecProvider
-from megatron.core.models.gpt.gpt_layer_specs import get_mlp_module_spec_for_backend
-from megatron.core.ssm.mamba_mixer import MambaMixerSubmodules
 from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
 from megatron.core.transformer.identity_op import IdentityOp
-from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -37,12 +33,6 @@ from megatron.core.transformer.transformer_layer import TransformerLayer, Transf
 
 from megatron.bridge.backends.attention.torch_attention import TorchAttention
 from megatron.bridge.backends.kernels.norms import AcrossHeadsNorm, ByHeadNorm, HeadsNorm
-from megatron.bridge.backends.moe.experts_beside_mlp import ExpertsBesideMLP
-from megatron.bridge.backends.recurrent.one_group_mamba import (
-    AttentionBesideMamba,
-    BesideMambaSubmodules,
-)
-from megatron.bridge.backends.specs.kv_sharing import SharedKVAttention
 from megatron.bridge.backends.specs.torch_spec import TorchSpecProvider
 from megatron.bridge.utils.errors import UserError
 
@@ -59,13 +49,6 @@ OFF: dict[str, Any] = {
     "residual_multiplier": 1.0,
     "attn_logit_softcapping": None,
     "chunked_attention": False,
-    "mamba_beside_attention": None,
-    "value_norm": False,
-    "global_kv_channels": None,
-    "global_query_groups": None,
-    "hidden_size_per_layer_input": None,
-    "layer_scales": False,
-    "experts_beside_mlp": False,
 }
 """Field of a feature -> value for a plain layer."""
 
@@ -101,13 +84,6 @@ def _check(config: TransformerConfig, provider: BackendSpecProvider) -> None:
     if across and (config.qk_layernorm or config.qk_l2_norm or config.multi_latent_attention):
         raise UserError(
             "qk_norm_across_heads=True excludes qk_layernorm, qk_l2_norm and multi_latent_attention: set only one"
-        )
-    if getattr(config, "value_norm", False) and (
-        across or by_head or late or config.multi_latent_attention
-    ):
-        raise UserError(
-            "value_norm=True excludes multi_latent_attention and all norms of queries and keys but qk_layernorm: "
-            "set only one"
         )
     groups, ranks = (
         config.num_query_groups or config.num_attention_heads,
@@ -154,19 +130,11 @@ def _with_features(
     layer = spec.submodules
     assert isinstance(layer, TransformerLayerSubmodules), spec
     edits: dict[str, Any] = {"self_attention": _edit_attention(layer.self_attention, config)}
-    if getattr(config, "mamba_beside_attention", None) is not None:
-        edits |= _with_mixer_beside(dataclasses.replace(layer, **edits), provider)
     parallel = getattr(config, "parallel_residual", None)
     if parallel == "shared_norm":
         edits |= _with_one_norm(dataclasses.replace(layer, **edits), provider)
     if parallel:
         spec = dataclasses.replace(spec, module=_PARALLEL_LAYERS[parallel])
-    if (
-        getattr(config, "experts_beside_mlp", False)
-        and isinstance(layer.mlp, partial)
-        and layer.mlp.func is MoELayer
-    ):
-        edits |= _with_dense(layer, provider)
     placement = getattr(config, "norm_placement", "pre")
     if placement == "post":
         edits |= _without_norms(dataclasses.replace(layer, **edits), provider)
@@ -191,46 +159,9 @@ def _edit_attention(spec: Any, config: TransformerConfig) -> Any:
         spec = dataclasses.replace(spec, module=AcrossHeadsNormAttention)
     if getattr(config, "qk_norm_by_head", False):
         spec = dataclasses.replace(spec, module=ByHeadNormAttention)
-    if getattr(config, "value_norm", False):
-        spec = dataclasses.replace(spec, module=SharedKVAttention)
     if getattr(config, "qk_norm_after_rope", False):
         spec = dataclasses.replace(spec, module=LateNormAttention)
     return spec
-
-
-def _with_mixer_beside(
-    layer: TransformerLayerSubmodules, provider: BackendSpecProvider
-) -> dict[str, Any]:
-    """Edit a layer spec: add a mixer in parallel to attention, with a separate norm before both."""
-    column, row, attention = (
-        provider.column_parallel_linear(),
-        provider.row_parallel_linear(),
-        layer.self_attention,
-    )
-    assert isinstance(attention, ModuleSpec)
-    parts = {**vars(attention.submodules), "linear_qkv": column}
-    both = BesideMambaSubmodules(**parts, mixer=MambaMixerSubmodules(in_proj=column, out_proj=row))
-    names = {
-        name: layer_name
-        for name, layer_name in layer.sharded_state_dict_keys_map.items()
-        if name != "input_layernorm."
-    }
-    return {
-        "input_layernorm": provider.layer_norm(),
-        "self_attention": dataclasses.replace(
-            attention, module=AttentionBesideMamba, submodules=both
-        ),
-        "sharded_state_dict_keys_map": names,
-    }
-
-
-def _with_dense(layer: Any, provider: BackendSpecProvider) -> dict[str, Any]:
-    """Edit a layer spec: add a dense feed-forward layer parallel to the experts, which normalize their own inputs."""
-    experts_beside = partial(ExpertsBesideMLP, *layer.mlp.args, **layer.mlp.keywords)
-    return {
-        "mlp": partial(experts_beside, dense=get_mlp_module_spec_for_backend(provider)),
-        "pre_mlp_layernorm": IdentityOp,
-    }
 
 
 def _with_one_norm(

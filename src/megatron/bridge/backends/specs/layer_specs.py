@@ -8,7 +8,7 @@ following linear layer, the separate norm of the torch backend is saved under th
 import dataclasses
 from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 from megatron.core.extensions.transformer_engine import HAVE_TE
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
@@ -21,8 +21,6 @@ from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_mtp_block_spec_for_backend,
     get_mlp_module_spec_for_backend,
 )
-from megatron.core.ssm.gated_delta_net import GatedDeltaNet, GatedDeltaNetSubmodules
-from megatron.core.ssm.mamba_mixer import MambaMixerSubmodules
 from megatron.core.tensor_parallel import ColumnParallelLinear
 from megatron.core.tensor_parallel import layers as tensor_parallel_layers
 from megatron.core.tensor_parallel.mappings import (
@@ -54,30 +52,15 @@ from megatron.core.transformer.transformer_layer import (
 from torch import Tensor
 
 from megatron.bridge.backends.attention.kernel_choice import install_kernel_choice
-from megatron.bridge.backends.attention.sparse_attention import SparseAttention, is_sparse
 from megatron.bridge.backends.cpu.device import has_cuda
 from megatron.bridge.backends.hardware import compiler
 from megatron.bridge.backends.kernels import compiled, eager, mtp_loss
 from megatron.bridge.backends.moe import aux_loss_metrics
-from megatron.bridge.backends.moe.latent_experts import LatentExperts
-from megatron.bridge.backends.recurrent.gated_delta_net import DeltaNet
-from megatron.bridge.backends.recurrent.kimi_delta import KimiDeltaAttention
-from megatron.bridge.backends.recurrent.mamba1 import Mamba1Mixer
-from megatron.bridge.backends.recurrent.one_group_mamba import OneGroupMambaMixer
-from megatron.bridge.backends.recurrent.short_conv import ShortConv
 from megatron.bridge.backends.specs import layer_features
 from megatron.bridge.backends.specs.torch_spec import TorchLatentAttention, TorchSpecProvider
 from megatron.bridge.utils.errors import UserError
 
 BACKENDS = ("torch", "transformer_engine")
-
-
-MIXERS: dict[str, type] = {
-    "kda_layers": KimiDeltaAttention,
-    "short_conv_layers": ShortConv,
-    "mamba_layers": OneGroupMambaMixer,
-}
-"""Field that lists the layers with a mixer instead of attention -> the mixer; Mamba-1 if ``mamba_dt_rank`` is set."""
 
 
 def has_transformer_engine() -> bool:
@@ -107,19 +90,15 @@ def decoder_block_spec(
 ) -> TransformerBlockSubmodules:
     """Return the specs of this pipeline rank's layers in virtual stage ``vp_stage``, and of the final norm."""
     install_kernel_choice()
-    if config.num_moe_experts is not None or is_sparse(config):
+    if config.num_moe_experts is not None:
         aux_loss_metrics.install_growing_tracker()
     if backend == "transformer_engine":
         block = _transformer_engine_block(config, vp_stage)
-        return layer_features.add_features(block, config, get_backend("transformer_engine"))
+        return _with_features(block, config, get_backend("transformer_engine"), vp_stage)
     provider = TorchSpecProvider()
-    kinds = [
-        tuple(map(bool, kind))
-        for kind in zip(moe_pattern(config), linear_pattern(config), strict=True)
-    ]
-    specs = {kind: layer_spec(config, provider, *kind) for kind in set(kinds)}
-    layers = [specs[kinds[index]] for index in _layers_here(config, vp_stage)]
-    layers = _with_mixers(layers, config, vp_stage, provider, provider.column_parallel_linear())
+    has_experts = moe_pattern(config)
+    specs = {moe: layer_spec(config, provider, bool(moe)) for moe in set(has_experts)}
+    layers = [specs[has_experts[index]] for index in _layers_here(config, vp_stage)]
     blocks = getattr(config, "per_block_parameters", None)
     if blocks is not None:
         layers = [
@@ -127,7 +106,37 @@ def decoder_block_spec(
             for spec, index in zip(layers, _layers_here(config, vp_stage), strict=True)
         ]
     block = TransformerBlockSubmodules(layer_specs=layers, layer_norm=provider.layer_norm())
-    return layer_features.add_features(block, config, provider)
+    return _with_features(block, config, provider, vp_stage)
+
+
+def _with_features(
+    block: TransformerBlockSubmodules,
+    config: Any,
+    provider: BackendSpecProvider,
+    vp_stage: int | None,
+) -> TransformerBlockSubmodules:
+    """Add the features that ``config`` declares; a provider also has those of ``models.features``."""
+    block = layer_features.add_features(block, config, provider)
+    layers = [
+        with_provider_features(spec, config, index + 1, provider)
+        for spec, index in zip(block.layer_specs or [], _layers_here(config, vp_stage), strict=True)
+    ]
+    return dataclasses.replace(block, layer_specs=layers)
+
+
+def with_provider_features(
+    spec: ModuleSpec, config: Any, layer_number: int | None, provider: BackendSpecProvider
+) -> ModuleSpec:
+    """Return the spec of a layer with the features of ``config``, which has them if it is a model provider.
+
+    Args:
+        spec: Of a decoder layer.
+        config: May be a plain config of Megatron-Core.
+        layer_number: Counted from 1; None in a hybrid model, whose layers of a kind share a spec.
+        provider: That of the backend for which ``spec`` was made.
+    """
+    change = getattr(config, "change_layer_spec", None)
+    return spec if change is None else change(spec, layer_number, provider)
 
 
 def _transformer_engine_block(
@@ -142,51 +151,12 @@ def _transformer_engine_block(
         block = get_gpt_decoder_block_spec(
             config, use_transformer_engine=True, qk_l2_norm=config.qk_l2_norm, vp_stage=vp_stage
         )
-        provider = get_backend("transformer_engine")
-        first = provider.column_parallel_layer_norm_linear()
-        layers = _with_mixers(block.layer_specs or [], config, vp_stage, provider, first)
     else:
         block = get_transformer_block_with_experimental_attention_variant_spec(
             config, vp_stage=vp_stage
         )
-        layers = block.layer_specs or []
+    layers = block.layer_specs or []
     return dataclasses.replace(block, layer_specs=[_with_own_attention(spec) for spec in layers])
-
-
-def _with_mixers(
-    layers: list[ModuleSpec],
-    config: TransformerConfig,
-    vp_stage: int | None,
-    provider: BackendSpecProvider,
-    first: Any,
-) -> list[ModuleSpec]:
-    """Replace attention by the mixers of ``MIXERS`` in the layers that ``config`` selects."""
-    field = next((name for name in MIXERS if getattr(config, name, None) is not None), None)
-    if field is None:
-        return layers
-    mixer: type = Mamba1Mixer if getattr(config, "mamba_dt_rank", None) else MIXERS[field]
-    pattern: list[int] = getattr(config, field)
-    spec = ModuleSpec(
-        module=mixer, submodules=MambaMixerSubmodules(first, provider.row_parallel_linear())
-    )
-    return [
-        _with_mixer(layer, spec) if pattern[index] else layer
-        for layer, index in zip(layers, _layers_here(config, vp_stage), strict=True)
-    ]
-
-
-def _with_mixer(layer: ModuleSpec, mixer: ModuleSpec) -> ModuleSpec:
-    parts = layer.submodules
-    assert isinstance(parts, TransformerLayerSubmodules)
-    names = {**parts.sharded_state_dict_keys_map}
-    if "input_layernorm." in names:
-        names["input_layernorm."] = "self_attention.in_proj.layer_norm_"
-    return dataclasses.replace(
-        layer,
-        submodules=dataclasses.replace(
-            parts, self_attention=mixer, sharded_state_dict_keys_map=names
-        ),
-    )
 
 
 class LatentAttention(MLASelfAttention):
@@ -202,16 +172,12 @@ class LatentAttention(MLASelfAttention):
         }
 
 
-_OWN_ATTENTION: dict[type, type] = {GatedDeltaNet: DeltaNet, MLASelfAttention: LatentAttention}
-
-
 def _with_own_attention(spec: ModuleSpec) -> ModuleSpec:
-    """Replace Megatron-Core's core attention by this package's, if there is one."""
+    """Replace Megatron-Core's latent attention by this package's."""
     parts: Any = spec.submodules
-    attention_class = _OWN_ATTENTION.get(parts.self_attention.module)
-    if attention_class is None:
+    if parts.self_attention.module is not MLASelfAttention:
         return spec
-    attention = dataclasses.replace(parts.self_attention, module=attention_class)
+    attention = dataclasses.replace(parts.self_attention, module=LatentAttention)
     return dataclasses.replace(
         spec, submodules=dataclasses.replace(parts, self_attention=attention)
     )
@@ -246,20 +212,11 @@ def moe_pattern(config: TransformerConfig) -> list[int]:
     frequency = config.moe_layer_freq
     if isinstance(frequency, int):
         return [int(index % frequency == 0) for index in range(config.num_layers)]
-    return _listed_pattern(config, "moe_layer_freq", "0 (dense) or 1 (experts)")
+    return listed_pattern(config, "moe_layer_freq", "0 (dense) or 1 (experts)")
 
 
-def linear_pattern(config: TransformerConfig) -> list[int]:
-    """Return 1 for each decoder layer with a gated delta net, 0 for each with attention."""
-    frequency = config.linear_attention_freq
-    if frequency is None:
-        return [0] * config.num_layers
-    if isinstance(frequency, int):
-        return [int((index + 1) % frequency != 0) for index in range(config.num_layers)]
-    return _listed_pattern(config, "linear_attention_freq", "1 (gated delta net) or 0 (attention)")
-
-
-def _listed_pattern(config: TransformerConfig, field: str, kinds: str) -> list[int]:
+def listed_pattern(config: TransformerConfig, field: str, kinds: str) -> list[int]:
+    """Return the list of numbers ``field``, one for each layer; ``kinds`` says what they are in a message."""
     pattern: list[int] = getattr(config, field)
     if len(pattern) != config.num_layers or set(pattern) - {0, 1}:
         raise UserError(
@@ -276,20 +233,12 @@ def _layers_here(config: TransformerConfig, vp_stage: int | None) -> list[int]:
     return list(range(first, first + get_num_layers_to_build(config, vp_stage=vp_stage)))
 
 
-def layer_spec(
-    config: TransformerConfig, provider: BackendSpecProvider, moe: bool, linear: bool = False
-) -> ModuleSpec:
+def layer_spec(config: TransformerConfig, provider: BackendSpecProvider, moe: bool) -> ModuleSpec:
     """Return the spec of a decoder layer with separate norms, attention, and an MLP or experts (``moe``).
 
-    Attention is multi-head or multi-latent, as in ``config``, or a gated delta net (``linear``).
+    Attention is multi-head or multi-latent, as in ``config``.
     """
-    attention = (
-        _latent_attention
-        if config.multi_latent_attention
-        else _delta_net
-        if linear
-        else _attention_spec
-    )
+    attention = _latent_attention if config.multi_latent_attention else _attention_spec
     norm = provider.layer_norm(has_residual=True)
     return ModuleSpec(
         module=TransformerLayer,
@@ -298,30 +247,26 @@ def layer_spec(
             self_attention=attention(config, provider),
             self_attn_bda=get_bias_dropout_add,  # type: ignore[arg-type] - a function, as in Megatron-Core's specs
             pre_mlp_layernorm=norm,
-            mlp=_experts_spec(config, provider)
-            if moe
-            else get_mlp_module_spec_for_backend(provider),
+            mlp=_mlp_spec(config, provider, moe),
             mlp_bda=get_bias_dropout_add,  # type: ignore[arg-type]
-            sharded_state_dict_keys_map=_fused_names(config, moe, linear),
+            sharded_state_dict_keys_map=_fused_names(config, moe),
         ),
     )
 
 
-def _experts_spec(config: TransformerConfig, provider: BackendSpecProvider) -> Any:
-    experts: Any = get_mlp_module_spec_for_backend(
+def _mlp_spec(config: TransformerConfig, provider: BackendSpecProvider, moe: bool) -> Any:
+    if not moe:
+        return get_mlp_module_spec_for_backend(provider)
+    return get_mlp_module_spec_for_backend(
         provider, num_experts=config.num_moe_experts, moe_grouped_gemm=config.moe_grouped_gemm
     )
-    if config.moe_latent_size and isinstance(provider, TorchSpecProvider):
-        return partial(LatentExperts, *experts.args, **experts.keywords)
-    return experts
 
 
-def _fused_names(config: TransformerConfig, moe: bool, linear: bool) -> dict[str, str]:
+def _fused_names(config: TransformerConfig, moe: bool) -> dict[str, str]:
     """Return the names under which Transformer Engine's layers save the norms that are separate here."""
     names = {} if moe else {"pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_"}
     if not config.multi_latent_attention:
-        first = "in_proj" if linear else "linear_qkv"
-        return {"input_layernorm.": f"self_attention.{first}.layer_norm_"} | names
+        return {"input_layernorm.": "self_attention.linear_qkv.layer_norm_"} | names
     if config.qk_layernorm:
         for kind in ("q", "kv"):
             names[f"self_attention.{kind}_layernorm."] = (
@@ -347,17 +292,6 @@ def _attention_spec(config: TransformerConfig, provider: BackendSpecProvider) ->
     )
 
 
-def _delta_net(config: TransformerConfig, provider: BackendSpecProvider) -> ModuleSpec:
-    return ModuleSpec(
-        module=DeltaNet,
-        submodules=GatedDeltaNetSubmodules(
-            in_proj=provider.column_parallel_linear(),
-            out_norm=cast(type, provider.layer_norm()),
-            out_proj=provider.row_parallel_linear(),
-        ),
-    )
-
-
 def _latent_attention(config: TransformerConfig, provider: BackendSpecProvider) -> ModuleSpec:
     linear = provider.column_parallel_linear()
     norm = provider.layer_norm(for_qk=True) if config.qk_layernorm else IdentityOp
@@ -371,7 +305,7 @@ def _latent_attention(config: TransformerConfig, provider: BackendSpecProvider) 
             linear_q_up_proj=linear,
             linear_kv_down_proj=linear,
             linear_kv_up_proj=linear,
-            core_attention=SparseAttention if is_sparse(config) else provider.core_attention(),
+            core_attention=provider.core_attention(),
             linear_proj=provider.row_parallel_linear(),
             q_layernorm=norm if q_lora_rank is not None else IdentityOp,
             kv_layernorm=norm,

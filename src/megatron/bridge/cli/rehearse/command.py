@@ -19,7 +19,7 @@ from typing import Any
 from megatron.bridge.cli.rehearse import toy_config
 from megatron.bridge.cli.support.train_job import ADAPTERS, TrainJob, forward_step
 from megatron.bridge.models.conversion.auto_bridge import AutoBridge
-from megatron.bridge.models.gpt_provider import drop_mtp_layers
+from megatron.bridge.models.features.multi_token_prediction import drop_mtp_layers
 from megatron.bridge.utils.config.serialize import copy_config
 from megatron.bridge.utils.console import print_rank_0
 from megatron.bridge.utils.errors import UserError

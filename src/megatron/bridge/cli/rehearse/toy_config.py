@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from megatron.bridge.data.config import MockGPTDatasetConfig
+from megatron.bridge.models.features.feature import ToySizes
 from megatron.bridge.training.config.resolve.requirements import RECOMPUTED_BY_ENGINE
 from megatron.bridge.training.initialize.rank_state import sizes_of
 
@@ -21,11 +22,6 @@ HEAD_DIM = 16
 VOCAB_SIZE = 512
 
 _DIMENSIONS = ("tensor", "pipeline", "expert", "context", "data")
-_BLOCK_CONFIGS = "block_configs"
-_PER_LAYER = (
-    *("moe_layer_freq", "window_attn_skip_freq", "no_rope_freq", "linear_attention_freq"),
-    *("short_conv_layers", "mamba_layers", "kda_layers", "shared_kv_layers", _BLOCK_CONFIGS),
-)
 _HYBRID_PATTERN = "hybrid_override_pattern"
 _STAGE_SEPARATOR = "|"
 
@@ -180,25 +176,27 @@ def _shrink_widths(model: Any, dimensions: ParallelDimensions) -> None:
     quotient = model.hidden_size // model.num_attention_heads
     divides = not model.multi_latent_attention and model.kv_channels in (None, quotient)
     width = heads * (head or HEAD_DIM) if divides or HIDDEN_SIZE % heads else HIDDEN_SIZE
+    toy = ToySizes(
+        hidden_size=width,
+        head_dim=HEAD_DIM,
+        query_heads=heads,
+        query_groups=toy_groups,
+        vocab_size=VOCAB_SIZE,
+        seq_length=SEQ_LENGTH,
+        tensor=dimensions.tensor,
+        context=dimensions.context,
+    )
     values: dict[str, Any] = {
         "hidden_size": width,
         "ffn_hidden_size": model.ffn_hidden_size and 2 * width,
         "num_attention_heads": heads,
         "num_query_groups": model.num_query_groups and (3 if padded else toy_groups),
         "kv_channels": head,
-        "global_kv_channels": model.global_kv_channels and 2 * HEAD_DIM,
-        "global_query_groups": model.global_query_groups and toy_groups,
-        "hidden_size_per_layer_input": model.hidden_size_per_layer_input and HEAD_DIM,
-        "vocab_size_per_layer_input": model.vocab_size_per_layer_input and VOCAB_SIZE,
         "make_query_groups_divisible_by": dimensions.tensor if padded else 1,
         "seq_length": SEQ_LENGTH,
+        **_moe_sizes(model, dimensions),
+        **model.toy_sizes(toy),
     }
-    values |= (
-        _moe_sizes(model, dimensions)
-        | _mla_sizes(model)
-        | _state_space_sizes(model, dimensions, width)
-        | _heterogeneous_blocks(model, heads)
-    )
     for name, value in values.items():
         setattr(model, name, value)
     if model.window_size is not None:
@@ -224,84 +222,20 @@ def _moe_sizes(model: Any, dimensions: ParallelDimensions) -> dict[str, Any]:
     return values
 
 
-def _mla_sizes(model: Any) -> dict[str, Any]:
-    if not model.multi_latent_attention:
-        return {}
-    sizes = {
-        "q_lora_rank": 32,
-        "kv_lora_rank": 32,
-        "qk_head_dim": HEAD_DIM,
-        "qk_pos_emb_head_dim": 8,
-        "v_head_dim": HEAD_DIM,
-        "dsa_indexer_n_heads": 8,
-        "dsa_indexer_head_dim": HEAD_DIM,
-        "dsa_indexer_topk": SEQ_LENGTH // 4,
-    }
-    return {name: size for name, size in sizes.items() if getattr(model, name)}
-
-
-def _state_space_sizes(model: Any, dimensions: ParallelDimensions, width: int) -> dict[str, Any]:
-    """Sizes of Mamba and gated-delta-net layers with enough heads and groups for every rank."""
-    ranks = dimensions.tensor * dimensions.context
-    if hasattr(model, _HYBRID_PATTERN):
-        groups = max(dimensions.tensor, min(model.mamba_num_groups, 2))
-        heads = max(8, 2 * ranks)
-        return {
-            "mamba_num_heads": heads,
-            "mamba_head_dim": 2 * width // heads,  # transformers expands the hidden size twice
-            "mamba_state_dim": 16,
-            "mamba_num_groups": groups,
-            "mamba_chunk_size": 16,
-        }
-    if model.mamba_layers is not None or model.mamba_beside_attention is not None:
-        sizes = {"mamba_num_heads": 8, "mamba_head_dim": width // 4, "mamba_state_dim": 16}
-        groups = max(2, ranks) if model.mamba_num_groups > 1 else 1
-        return (
-            sizes
-            | {"mamba_num_groups": groups}
-            | ({"mamba_dt_rank": 8} if model.mamba_dt_rank else {})
-        )
-    kimi = model.kda_layers is not None
-    if model.experimental_attention_variant != "gated_delta_net" and not kimi:
-        return {}
-    return {
-        "linear_num_key_heads": max(2, ranks),
-        "linear_num_value_heads": (1 if kimi else 2) * max(2, ranks),
-        "linear_key_head_dim": 8,
-        "linear_value_head_dim": 8,
-    }
-
-
-def _heterogeneous_blocks(model: Any, heads: int) -> dict[str, Any]:
-    """Shrink layers that are configured one by one; their feed-forward sizes are multiples of the hidden size."""
-    if not hasattr(model, _BLOCK_CONFIGS):
-        return {}
-    sharing = {None: None, 1: 1, model.num_attention_heads: heads}  # query heads per key-value head
-
-    def narrow(attention: dict[str, Any]) -> dict[str, Any]:
-        return attention | {"n_heads_in_group": sharing.get(attention.get("n_heads_in_group"), 2)}
-
-    return {
-        _BLOCK_CONFIGS: [
-            block | {"attention": narrow(block["attention"])} for block in model.block_configs
-        ]
-    }
-
-
 def _shrink_layers(model: Any) -> None:
     """Keep a few layers of every kind, distributed over stages as unevenly as in the original."""
     stages = model.pipeline_model_parallel_size * (model.virtual_pipeline_model_parallel_size or 1)
     pattern = getattr(model, _HYBRID_PATTERN, None)
     kinds = _layer_kinds(model)
     # the config of the architecture describes periodic kinds by their period, so the toy keeps whole periods
-    periodic = getattr(model, "mamba_dt_rank", None) is not None
+    periodic = model.has_periodic_layers
     fewest = max(kinds.index(kind) + 1 for kind in set(kinds)) if periodic else len(set(kinds))
     count = stages * -(-max(2, fewest) // stages)
     count += _uneven_layers(model, stages, count)
     chosen = (
         [layer % len(kinds) for layer in range(count)] if periodic else sample_layers(kinds, count)
     )
-    for name in _PER_LAYER:
+    for name in model.per_layer_fields:
         value = getattr(model, name, None)
         if isinstance(value, list):
             setattr(model, name, [value[layer] for layer in chosen])
@@ -317,8 +251,6 @@ def _shrink_layers(model: Any) -> None:
             (_STAGE_SEPARATOR if _STAGE_SEPARATOR in pattern else "").join(parts),
         )
     model.num_layers = count
-    if model.mtp_num_layers:
-        model.mtp_num_layers = 1
     if model.recompute_num_layers:
         model.recompute_num_layers = 1
 
@@ -327,10 +259,10 @@ def _layer_kinds(model: Any) -> list[tuple[Any, ...]]:
     """The properties in which the layers of a model differ, for each layer."""
     columns: list[Sequence[Any]] = [
         [str(item) for item in value]
-        for name in _PER_LAYER
+        for name in model.per_layer_fields
         if isinstance(value := getattr(model, name, None), list)
     ]
-    for name in _PER_LAYER:
+    for name in model.per_layer_fields:
         every = getattr(model, name, None)
         if isinstance(every, int) and not isinstance(every, bool) and every > 1:
             columns.append([layer % every == 0 for layer in range(model.num_layers)])

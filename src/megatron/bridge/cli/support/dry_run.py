@@ -13,7 +13,7 @@ from typing import Any, cast
 import torch
 
 from megatron.bridge.autotune import meta_model
-from megatron.bridge.autotune.activations import images_of_row, sizes_of
+from megatron.bridge.autotune.activation_sizes import images_of_row, sizes_of
 from megatron.bridge.autotune.gpus import GPUS, gpu, gpu_name
 from megatron.bridge.autotune.memory import RankMemory, fullest_stage, memory_per_rank
 from megatron.bridge.autotune.predict import predict
@@ -145,7 +145,7 @@ def _images(config: "ConfigContainer") -> Iterator[str]:
     if vision is None:
         return
     yield (
-        f"each rank encodes up to {sizes_of(config).images:,} tokens of images at once: dataset.max_image_tokens "
+        f"each rank encodes up to {sizes_of(config).image_tokens:,} tokens of images at once: dataset.max_image_tokens "
         "limits them, and model.recompute_vision_model=true stores fewer activations"
     )
 
@@ -246,10 +246,6 @@ def _model_with_adapters(config: "ConfigContainer") -> Any:
 def _caveats(config: "ConfigContainer", teacher: "ModelProvider | None") -> Iterator[str]:
     if ignored := ", ".join(unpriced(config)):
         yield f"time and memory are predicted without {ignored}"
-    symbols = getattr(config.model, "layer_kinds", "")
-    package = "mamba-ssm" if "M" in symbols else None
-    if config.model.experimental_attention_variant == "gated_delta_net":
-        package = "flash-linear-attention"
     if config.distill is not None and config.distill.cache is None and teacher is None:
         yield (
             f"distill.teacher={config.distill.teacher} is not on this machine: memory and compute are those of "
@@ -257,15 +253,4 @@ def _caveats(config: "ConfigContainer", teacher: "ModelProvider | None") -> Iter
         )
     if teacher is not None:
         yield "the predicted time leaves out the teacher's forward pass"
-    for name in ("mamba_layers", "kda_layers"):
-        if any(getattr(config.model, name, None) or ()):
-            yield f"activations of model.{name} are computed in PyTorch, which stores several times the estimate"
-    best = config.model.dsa_indexer_topk
-    if (
-        config.model.experimental_attention_variant == "dsa"
-        and best
-        and config.model.seq_length > best
-    ):
-        yield "activations leave out the masks of sparse attention: seq_length² x 3 bytes for each layer and sample"
-    if package:
-        yield f"activations assume the kernels of {package}; without them PyTorch stores several times as much"
+    yield from config.model.prediction_notes()

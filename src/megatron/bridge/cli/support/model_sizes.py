@@ -17,13 +17,16 @@ _FOLLOWING: dict[str, tuple[tuple[str, ...], Callable[[dict[str, Any]], int]]] =
 """Size -> the sizes that it usually follows from, and how."""
 _KEPT = {
     "hidden_size": (
-        *("kv_channels", "ffn_hidden_size", "moe_ffn_hidden_size", "moe_latent_size"),
-        *("moe_shared_expert_intermediate_size", "q_lora_rank", "kv_lora_rank"),
-        *("mamba_num_heads", "linear_num_key_heads", "linear_num_value_heads"),
+        "kv_channels",
+        "ffn_hidden_size",
+        "moe_ffn_hidden_size",
+        "moe_shared_expert_intermediate_size",
+        "q_lora_rank",
+        "kv_lora_rank",
     ),
     "num_attention_heads": ("kv_channels", "num_query_groups"),
 }
-"""Size -> the sizes that a smaller or larger model usually changes with it."""
+"""Size -> the sizes that a smaller or larger model usually changes with it; features of layers add theirs."""
 
 
 def follow_sizes(model: Any, changes: Sequence[Change]) -> tuple[list[Change], list[str]]:
@@ -72,8 +75,17 @@ def _is_of_model(change: Change) -> bool:
     return change.key.startswith("model.")
 
 
+def _sizes_of_features() -> list[str]:
+    """Return the sizes of layer features that a model with another width usually changes as well."""
+    from megatron.bridge.models.features.registry import FEATURES
+
+    return [name for feature in FEATURES for name in feature.scales_with_width]
+
+
 def _kept_note(model: Any, changed: Sequence[str], settled: set[str]) -> list[str]:
     names = dict.fromkeys(name for source in changed for name in _KEPT[source])
+    if "hidden_size" in changed:
+        names |= dict.fromkeys(_sizes_of_features())
     # a size that a kind of layer does not have keeps its default, which says nothing
     unused = {field.name: field.default for field in dataclasses.fields(model)}
     kept = [

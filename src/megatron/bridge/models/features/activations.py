@@ -9,6 +9,7 @@ from megatron.core.tensor_parallel import mappings
 from megatron.core.transformer.mlp import MLP
 from torch import Tensor, nn
 
+from megatron.bridge.models.features.feature import LayerFeature
 from megatron.bridge.utils.errors import UserError
 
 _ALPHA, _BETA, _EPS = 0.8, 0.5, -1e-6  # of xIELU; the last two are not trained
@@ -77,3 +78,11 @@ def apply_xielu(model: nn.Module, config: Any) -> None:
     for module in model.modules():
         if isinstance(module, MLP):
             module.activation_func = XIELU(config, module.tp_group)
+
+
+class XIELUFeature(LayerFeature):
+    def is_used(self, config: Any) -> bool:
+        return config.activation_func is xielu
+
+    def change_model(self, model: nn.Module, config: Any) -> None:
+        apply_xielu(model, config)

@@ -6,6 +6,7 @@ only one of them. The other bias is removed after the model was built, so it is 
 """
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from megatron.core.tensor_parallel import set_tensor_model_parallel_attributes
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import nn
 
+from megatron.bridge.models.features.feature import LayerFeature
 from megatron.bridge.utils.errors import UserError
 
 _PARTS = {
@@ -21,6 +23,31 @@ _PARTS = {
     "mlp_bias": ("linear_fc1", "linear_fc2"),
 }
 """Switch -> the linear layers that it is about."""
+
+
+@dataclass
+class BiasFields:
+    output_bias: bool = False
+    """The output layer has a bias."""
+    attention_bias: bool | None = None
+    """Biases of attention's projections; None follows ``add_bias_linear``, False removes them."""
+    attention_output_bias: bool | None = None
+    """Bias of attention's output projection; overrides ``attention_bias``."""
+    mlp_bias: bool | None = None
+    """Biases of the feed-forward layers; None follows ``add_bias_linear``, False removes them."""
+
+
+class BiasFeature(LayerFeature):
+    pricing = {
+        "output_bias": "modules",
+        "attention_bias": "modules",
+        "attention_output_bias": "modules",
+        "mlp_bias": "modules",
+    }
+
+    def change_model(self, model: nn.Module, config: Any) -> None:
+        apply_biases(model, config)
+        apply_output_bias(model, config)
 
 
 def apply_biases(model: Any, config: Any) -> None:

@@ -1,14 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """Heads that replace the output layer: class scores, or the hidden states themselves."""
 
+from collections.abc import Iterator
+from dataclasses import dataclass
 from types import MethodType
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import torch
 from megatron.core import tensor_parallel
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import Tensor, nn
 
+from megatron.bridge.models.features.feature import LayerFeature
+from megatron.bridge.utils.config.ranges import AT_LEAST_ONE
 from megatron.bridge.utils.errors import UserError
 
 HeadName = Literal["sequence_classification", "token_classification", "embedding"]
@@ -81,35 +85,68 @@ def _whole_sequence(values: Tensor) -> Tensor:
     )
 
 
-def derive(config: Any) -> None:
-    """Refuse features that a head does not support, and untie the output layer, which does not exist."""
-    if config.head is None:
-        _refuse_settings_without_head(config)
-        return
+@dataclass
+class HeadFields:
+    head: HeadName | None = None
+    """What stands in the place of the output layer: a linear layer that scores ``num_labels`` classes from the
+    last token (``sequence_classification``; with one label, a reward model) or for each token
+    (``token_classification``), or nothing, so that the hidden states are the output (``embedding``)."""
+    num_labels: Annotated[int | None, AT_LEAST_ONE] = None
+    """Classes of a classification head."""
+    label_names: list[str] | None = None
+    """Their names, for ``id2label`` of an export; None takes the dataset's, or keeps those of the source."""
+    pooling: Pooling = "last_token"
+    """How training with ``head='embedding'`` makes one vector of a text."""
+    contrastive_temperature: float = 0.05
+    """Divides the similarities of embeddings in the contrastive loss."""
+
+
+class HeadFeature(LayerFeature):
+    switches = {"head": None}
+    prefixes = ("num_labels", "label_names", "pooling", "contrastive_temperature")
+    prefix_switch = "head"
+    pricing = {
+        "head": "modules",
+        "num_labels": "modules",
+        "label_names": "numbers",
+        "pooling": "numbers",
+        "contrastive_temperature": "numbers",
+    }
+
+    def check(self, config: Any) -> Iterator[str]:
+        if config.head is None:
+            return _settings_without_head(config)
+        return _settings_without_support(config)
+
+    def derive(self, config: Any) -> None:
+        """Untie the output layer, which does not exist."""
+        if config.head is not None:
+            config.share_embeddings_and_output_weights = False
+
+    def change_model(self, model: nn.Module, config: Any) -> None:
+        apply_head(model, config)
+
+
+def _settings_without_support(config: Any) -> Iterator[str]:
     if config.head in HAS_BIAS and (config.num_labels is None or config.num_labels < 1):
-        raise UserError(
+        yield (
             f"model.head={config.head} needs model.num_labels, which is {config.num_labels}: set the number of "
             "classes, 1 for a reward model"
         )
     if config.head == "embedding" and config.num_labels is not None:
-        raise UserError(
-            f"model.num_labels={config.num_labels} has no effect with model.head=embedding: unset it"
-        )
+        yield f"model.num_labels={config.num_labels} has no effect with model.head=embedding: unset it"
     if config.label_names is not None and len(config.label_names) != config.num_labels:
-        raise UserError(
+        yield (
             f"model.label_names has {len(config.label_names)} names, and model.num_labels is {config.num_labels}: "
             "name each class"
         )
     for name in ("mtp_num_layers", "use_mup", "vision"):
         if value := getattr(config, name, None):
             shown = value if isinstance(value, int) else "..."
-            raise UserError(
-                f"model.head={config.head} does not go with model.{name}={shown}: unset one of them"
-            )
-    config.share_embeddings_and_output_weights = False
+            yield f"model.head={config.head} does not go with model.{name}={shown}: unset one of them"
 
 
-def _refuse_settings_without_head(config: Any) -> None:
+def _settings_without_head(config: Any) -> Iterator[str]:
     for name, unset in (
         ("num_labels", None),
         ("label_names", None),
@@ -117,9 +154,7 @@ def _refuse_settings_without_head(config: Any) -> None:
         ("contrastive_temperature", 0.05),
     ):
         if (value := getattr(config, name)) != unset:
-            raise UserError(
-                f"model.{name}={value} has no effect without model.head: set model.head"
-            )
+            yield f"model.{name}={value} has no effect without model.head: set model.head"
 
 
 def apply_head(model: nn.Module, config: Any) -> None:

@@ -1,19 +1,31 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Multipliers of layers with a Mamba-2 mixer in parallel with attention (Falcon-H1), and unsupported settings."""
+"""A Mamba-2 mixer in parallel with attention in each layer, and the multipliers of both (Falcon-H1)."""
 
-from collections.abc import Sequence
+import dataclasses
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
+from megatron.core.models.backends import BackendSpecProvider
+from megatron.core.ssm.mamba_mixer import MambaMixerSubmodules
 from megatron.core.transformer.mlp import MLP
+from megatron.core.transformer.spec_utils import ModuleSpec
 from torch import Tensor, nn
 
-from megatron.bridge.backends.recurrent.one_group_mamba import AttentionBesideMamba
-from megatron.bridge.models.features import gated_delta_net
-from megatron.bridge.utils.errors import UserError, did_you_mean
-
-_FIELD = "mamba_beside_attention"
+from megatron.bridge.backends.recurrent.one_group_mamba import (
+    AttentionBesideMamba,
+    BesideMambaSubmodules,
+)
+from megatron.bridge.models.features.feature import (
+    LayerFeature,
+    ToySizes,
+    differing,
+    indivisible_sizes,
+)
+from megatron.bridge.models.features.mamba_layers import toy_mamba_sizes
+from megatron.bridge.utils.errors import did_you_mean
 
 MULTIPLIERS: dict[str, Any] = {
     "attention_in_multiplier": 1.0,
@@ -36,70 +48,106 @@ _EXCLUDED: dict[str, Any] = {
     "parallel_residual": None,
     "norm_placement": "pre",
     "experimental_attention_variant": None,
-    **dict.fromkeys(gated_delta_net.LAYERS),
 }
 
 
-def derive(config: Any) -> None:
-    """Refuse unsupported settings; the multiplier of queries and keys becomes part of the attention scale."""
-    if config.mamba_beside_attention is None:
-        return
-    for name in config.mamba_beside_attention:
-        if name not in MULTIPLIERS:
-            raise UserError(
-                f"mamba_beside_attention has no multiplier {name}{did_you_mean(name, MULTIPLIERS)}"
-            )
-    gated_delta_net.exclude(config, _EXCLUDED, f"with {_FIELD}")
-    _check_sizes(config)
-    factors = {**MULTIPLIERS, **config.mamba_beside_attention}
-    if config.softmax_scale is None:
+@dataclass
+class MambaBesideAttentionFields:
+    mamba_beside_attention: dict[str, Any] | None = None
+    """Each layer has a Mamba-2 mixer beside attention; both read the same input. The keys are transformers' names of
+    Falcon-H1's multipliers (``ssm_in_multiplier``, ...); those that are left out are 1. None has no such mixers."""
+
+
+class MambaBesideAttentionFeature(LayerFeature):
+    """The costs of the mixers are those of ``MambaFeature``."""
+
+    switches = {"mamba_beside_attention": None}
+    plain_layers_only = True
+    prefixes = ("mamba_",)
+    prefix_switch = "mamba_beside_attention"
+    pricing = {"mamba_beside_attention": "modules"}
+
+    def check(self, config: Any) -> Iterator[str]:
+        if config.mamba_beside_attention is None:
+            return
+        for name in config.mamba_beside_attention:
+            if name not in MULTIPLIERS:
+                hint = did_you_mean(name, MULTIPLIERS)
+                yield f"mamba_beside_attention has no multiplier {name}{hint}"
+        yield from differing(config, _EXCLUDED, "with mamba_beside_attention")
+        groups, heads = config.mamba_num_groups, config.mamba_num_heads
+        if (heads or 0) % groups:
+            yield f"mamba_num_groups={groups} does not divide mamba_num_heads={heads}"
+        names = ("mamba_num_heads", "mamba_state_dim" if groups == 1 else "mamba_num_groups")
+        yield from indivisible_sizes(config, names, "mamba_beside_attention")
+
+    def derive(self, config: Any) -> None:
+        """Make the multiplier of queries and keys a part of the scale of attention."""
+        if config.mamba_beside_attention is None or config.softmax_scale is not None:
+            return
+        factors = {**MULTIPLIERS, **config.mamba_beside_attention}
         width = config.kv_channels or config.hidden_size // config.num_attention_heads
         config.softmax_scale = (
             factors["attention_in_multiplier"] ** 2 * factors["key_multiplier"] * width**-0.5
         )
 
-
-def _check_sizes(config: Any) -> None:
-    groups = config.mamba_num_groups
-    if (config.mamba_num_heads or 0) % groups:
-        raise UserError(
-            f"mamba_num_groups={groups} does not divide mamba_num_heads={config.mamba_num_heads}"
+    def change_layer_spec(
+        self, spec: ModuleSpec, config: Any, layer_number: int | None, provider: BackendSpecProvider
+    ) -> ModuleSpec:
+        """Put a mixer beside attention, with a separate norm before both."""
+        if config.mamba_beside_attention is None:
+            return spec
+        layer: Any = spec.submodules
+        attention = layer.self_attention
+        column, row = provider.column_parallel_linear(), provider.row_parallel_linear()
+        parts = {**vars(attention.submodules), "linear_qkv": column}
+        mixer = MambaMixerSubmodules(in_proj=column, out_proj=row)
+        names = dict(layer.sharded_state_dict_keys_map)
+        names.pop("input_layernorm.", None)
+        changed = dataclasses.replace(
+            layer,
+            input_layernorm=provider.layer_norm(),
+            self_attention=dataclasses.replace(
+                attention,
+                module=AttentionBesideMamba,
+                submodules=BesideMambaSubmodules(**parts, mixer=mixer),
+            ),
+            sharded_state_dict_keys_map=names,
         )
-    names = ("mamba_num_heads", "mamba_state_dim" if groups == 1 else "mamba_num_groups")
-    gated_delta_net.check_split(config, names, _FIELD)
+        return dataclasses.replace(spec, submodules=changed)
+
+    def change_model(self, model: nn.Module, config: Any) -> None:
+        """Give the layers their multipliers."""
+        if config.mamba_beside_attention is None:
+            return
+        factors = {**MULTIPLIERS, **config.mamba_beside_attention}
+        for module in model.modules():
+            if isinstance(module, AttentionBesideMamba):
+                _multiply_attention_and_mixer(module, factors)
+            elif isinstance(module, MLP):
+                _multiply_mlp(module, config, *factors["mlp_multipliers"])
+
+    def toy_sizes(self, config: Any, toy: ToySizes) -> dict[str, Any]:
+        return {} if config.mamba_beside_attention is None else toy_mamba_sizes(config, toy)
 
 
-def apply(model: nn.Module, config: Any) -> None:
-    """Give the layers of ``model`` (a ``GPTModel``) their multipliers."""
-    if config.mamba_beside_attention is None:
-        return
-    factors = {**MULTIPLIERS, **config.mamba_beside_attention}
-    gate, down = factors["mlp_multipliers"]
-    for module in model.modules():
-        if isinstance(module, AttentionBesideMamba):
-            attention = factors["attention_in_multiplier"] * factors["attention_out_multiplier"]
-            module.multipliers = (attention, factors["ssm_out_multiplier"])
-            mixer: Any = module.mixer
-            states = mixer.ngroups_local_tp * mixer.d_state
-            sizes = (
-                mixer.d_inner_local_tp,
-                mixer.d_inner_local_tp,
-                states,
-                states,
-                mixer.nheads_local_tp,
-            )
-            section_factors = [
-                factors["ssm_in_multiplier"] * factor for factor in factors["ssm_multipliers"]
-            ]
-            mixer.in_proj.register_forward_hook(partial(_multiply_outputs, section_factors, sizes))
-        elif isinstance(module, MLP):
-            width = config.ffn_hidden_size // config.tensor_model_parallel_size
-            module.get_submodule("linear_fc1").register_forward_hook(
-                partial(_multiply_outputs, (gate, 1.0), (width, width))
-            )
-            module.get_submodule("linear_fc2").register_forward_hook(
-                partial(_multiply_outputs, (down,), (config.hidden_size,))
-            )
+def _multiply_attention_and_mixer(attention: AttentionBesideMamba, factors: dict[str, Any]) -> None:
+    of_attention = factors["attention_in_multiplier"] * factors["attention_out_multiplier"]
+    attention.multipliers = (of_attention, factors["ssm_out_multiplier"])
+    mixer: Any = attention.mixer
+    features, heads = mixer.d_inner_local_tp, mixer.nheads_local_tp
+    states = mixer.ngroups_local_tp * mixer.d_state
+    of_sections = [factors["ssm_in_multiplier"] * factor for factor in factors["ssm_multipliers"]]
+    multiply = partial(_multiply_outputs, of_sections, (features, features, states, states, heads))
+    mixer.in_proj.register_forward_hook(multiply)
+
+
+def _multiply_mlp(mlp: MLP, config: Any, of_gate: float, of_output: float) -> None:
+    width = config.ffn_hidden_size // config.tensor_model_parallel_size
+    multiply_gate = partial(_multiply_outputs, (of_gate, 1.0), (width, width))
+    multiply_output = partial(_multiply_outputs, (of_output,), (config.hidden_size,))
+    mlp.get_submodule("linear_fc1").register_forward_hook(multiply_gate)
+    mlp.get_submodule("linear_fc2").register_forward_hook(multiply_output)
 
 
 def _multiply_outputs(

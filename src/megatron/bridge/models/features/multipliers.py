@@ -11,8 +11,9 @@ embedding.
 """
 
 import math
+from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import torch
 from megatron.core.transformer.attention import SelfAttention
@@ -20,9 +21,55 @@ from torch import Tensor, nn
 
 from megatron.bridge.backends.attention import context_parallel
 from megatron.bridge.backends.attention.block_mask import PackedSegment, packed_segments
+from megatron.bridge.models.features.feature import LayerFeature
+from megatron.bridge.utils.config.ranges import ABOVE_ZERO, BELOW_ONE
 from megatron.bridge.utils.errors import UserError
 
 SQRT_HIDDEN_SIZE = "sqrt_hidden_size"
+
+
+@dataclass
+class MultiplierFields:
+    embedding_dropout: Annotated[float | None, BELOW_ONE] = None
+    """Dropout of the embeddings; None is ``hidden_dropout``."""
+    embedding_norm: bool = False
+    """Embeddings pass an RMSNorm without a gain before the first layer."""
+    embedding_multiplier: Annotated[float | Literal["sqrt_hidden_size"], ABOVE_ZERO] = 1.0
+    """Multiplies the embeddings; ``sqrt_hidden_size`` is rounded to their precision, as Gemma was trained."""
+    residual_multiplier: Annotated[float, ABOVE_ZERO] = 1.0
+    """Multiplies what attention and MLP add to the residual stream."""
+    logits_scaling: Annotated[float, ABOVE_ZERO] = 1.0
+    """Divides the logits."""
+    attn_logit_softcapping: Annotated[float | None, ABOVE_ZERO] = None
+    """Soft cap on attention scores: ``cap * tanh(score / cap)``."""
+    final_logit_softcapping: Annotated[float | None, ABOVE_ZERO] = None
+    """Soft cap on the scaled logits: ``cap * tanh(logits / cap)``."""
+
+
+class MultiplierFeature(LayerFeature):
+    """Multipliers and caps; those of residuals and scores are part of the layer spec (``specs.layer_features``)."""
+
+    pricing = {
+        "embedding_dropout": "numbers",
+        "embedding_norm": "modules",
+        "embedding_multiplier": "numbers",
+        "residual_multiplier": "numbers",
+        "logits_scaling": "numbers",
+        "attn_logit_softcapping": "counted",
+        "final_logit_softcapping": "numbers",
+    }
+
+    def change_model(self, model: nn.Module, config: Any) -> None:
+        apply_multipliers(model, config)
+
+
+class QueryScalingFeature(LayerFeature):
+    switches = {"query_scaling_beta": None}
+    needs = {"query_scaling_length": "query_scaling_beta"}
+    pricing = {"query_scaling_beta": "numbers", "query_scaling_length": "numbers"}
+
+    def change_model(self, model: nn.Module, config: Any) -> None:
+        apply_query_scaling(model, config)
 
 
 def apply_multipliers(model: nn.Module, config: Any) -> None:

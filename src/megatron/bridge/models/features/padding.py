@@ -5,12 +5,30 @@ Padding heads are zero and get zero gradients, so they stay zero. Rows of vocabu
 softmax: otherwise each would add exp(0) to the denominator, and the loss would depend on the parallel layout.
 """
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from megatron.core import parallel_state
 from megatron.core.transformer.attention import SelfAttention
 from torch import Tensor, nn
+
+from megatron.bridge.models.features.feature import LayerFeature
+
+
+@dataclass
+class HeadPaddingFields:
+    make_query_groups_divisible_by: int = 1
+    """Append groups of attention heads that are all zero until the number of groups divides by this, so that
+    tensor parallelism fits a model whose heads do not split evenly. Such heads output zero and get zero gradients:
+    the function that is trained is the same, and an export leaves them out."""
+
+
+class PaddingFeature(LayerFeature):
+    pricing = {"make_query_groups_divisible_by": "modules"}
+
+    def change_model(self, model: nn.Module, config: Any) -> None:
+        apply_padding(model, config)
 
 
 def apply_padding(model: nn.Module, config: Any) -> None:

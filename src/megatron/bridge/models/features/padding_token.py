@@ -5,11 +5,29 @@ transformers gives ``config.pad_token_id`` to the embeddings of most architectur
 has as an output where the embedding is tied to the output layer. Values of the forward pass do not change.
 """
 
+from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Annotated, Any
 
 from megatron.core.tensor_parallel.layers import VocabParallelEmbedding
 from torch import Tensor, nn
+
+from megatron.bridge.models.features.feature import LayerFeature
+from megatron.bridge.utils.config.ranges import AT_LEAST_ZERO
+
+
+@dataclass
+class PaddingTokenFields:
+    embedding_padding_idx: Annotated[int | None, AT_LEAST_ZERO] = None
+    """The token whose input embedding has no gradient, as ``padding_idx`` of ``torch.nn.Embedding``; models from
+    Hugging Face have it where transformers' own class does. None trains all rows."""
+
+
+class PaddingTokenFeature(LayerFeature):
+    pricing = {"embedding_padding_idx": "numbers"}
+
+    def change_model(self, model: nn.Module, config: Any) -> None:
+        stop_padding_gradients(model, config)
 
 
 def stop_padding_gradients(model: nn.Module, config: Any) -> None:

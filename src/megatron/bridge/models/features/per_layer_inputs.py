@@ -6,7 +6,9 @@ feed-forward layer, a layer gates its part by the residual stream, and adds a pr
 tensor-parallel rank computes this for its own tokens; only the embedding table is sharded.
 """
 
-from typing import Any
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Annotated, Any
 
 import torch
 import torch.nn.functional as F
@@ -16,7 +18,14 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor, nn
 
 from megatron.bridge.backends.kernels.norms import TorchNorm, replicated
-from megatron.bridge.utils.errors import UserError
+from megatron.bridge.models.features.feature import (
+    RECOMPUTED_LAYERS,
+    WITHOUT_WHOLE_LAYERS,
+    LayerFeature,
+    ToySizes,
+    clashes,
+)
+from megatron.bridge.utils.config.ranges import AT_LEAST_ONE
 
 
 class ReplicatedLinear(nn.Module):
@@ -83,79 +92,57 @@ class PerLayerGate(nn.Module):
         return self.norm(self.projection(self.activation(self.gate(stream)) * layer_input))
 
 
-_GIVEN = ("hidden_size_per_layer_input", "shared_kv_layers")
-_AROUND = (*_GIVEN, "layer_scales", "experts_beside_mlp")
-_REFUSED = {
-    ("recompute_granularity", "full"): (
-        _GIVEN,
-        "layers computed again would lose gradients of it; use 'selective'",
-    ),
-    ("cuda_graph_impl", "local"): (_AROUND, "graphs of layers leave it out; use 'full_iteration'"),
-    ("overlap_moe_expert_parallel_comm", True): (
-        _AROUND,
-        "it runs parts of layers without it; switch it off",
-    ),
-    ("fused_single_qkv_rope", True): (
-        ("value_norm",),
-        "values are normed before they are joined; switch it off",
-    ),
-}
+@dataclass
+class PerLayerInputFields:
+    hidden_size_per_layer_input: Annotated[int | None, AT_LEAST_ONE] = None
+    """Width of per-layer embeddings (PLE), a further embedding of each token for each layer; None disables them."""
+    vocab_size_per_layer_input: Annotated[int | None, AT_LEAST_ONE] = None
+    """Tokens that have per-layer embeddings."""
 
 
-def check(config: Any) -> None:
-    """Refuse features that run layers, or parts of them, without the inputs from other modules."""
-    for (setting, value), (features, why) in _REFUSED.items():
-        used = next((name for name in features if getattr(config, name)), None)
-        if used and getattr(config, setting) == value:
-            raise UserError(
-                f"{setting}={value!r} does not work with {used}={getattr(config, used)}: {why}"
+class PerLayerInputFeature(LayerFeature):
+    switches = {"hidden_size_per_layer_input": None}
+    plain_layers_only = True
+    needs = {"vocab_size_per_layer_input": "hidden_size_per_layer_input"}
+    pricing = {"hidden_size_per_layer_input": "modules", "vocab_size_per_layer_input": "modules"}
+
+    def check(self, config: Any) -> Iterator[str]:
+        switch = "hidden_size_per_layer_input"
+        yield from clashes(config, switch, (RECOMPUTED_LAYERS, *WITHOUT_WHOLE_LAYERS))
+        width, stages = config.hidden_size_per_layer_input, config.pipeline_model_parallel_size
+        if width and stages > 1:
+            yield (
+                f"pipeline_model_parallel_size={stages} does not work with {switch}={width}: the "
+                f"first stage would have to send {config.num_layers * width} more numbers for each token; use 1"
             )
-    width, stages = config.hidden_size_per_layer_input, config.pipeline_model_parallel_size
-    if width and stages > 1:
-        raise UserError(
-            f"pipeline_model_parallel_size={stages} does not work with hidden_size_per_layer_input={width}: the "
-            f"first stage would have to send {config.num_layers * width} more numbers for each token; use 1"
-        )
-    if config.experts_beside_mlp and "moe" in (config.recompute_modules or ()):
-        raise UserError(
-            "recompute_modules=['moe'] does not work with experts_beside_mlp=True: remove 'moe'"
-        )
 
+    def change_model(self, model: Any, config: Any) -> None:
+        if not config.hidden_size_per_layer_input:
+            return
+        layers = [module for module in model.modules() if isinstance(module, TransformerLayer)]
+        model.per_layer_inputs = PerLayerInputs(config)
 
-def apply_layer_ends(model: nn.Module, config: Any) -> None:
-    """Add per-layer inputs and scales to the layers of ``model`` (a ``GPTModel``)."""
-    layers = [module for module in model.modules() if isinstance(module, TransformerLayer)]
-    if config.layer_scales:
+        def compute(_: nn.Module, args: Any, kwargs: dict[str, Any], embeddings: Tensor) -> None:
+            ids = kwargs["input_ids"] if "input_ids" in kwargs else args[0]
+            layer_inputs = model.per_layer_inputs(ids, embeddings).unbind(-2)
+            for layer, layer_input in zip(layers, layer_inputs, strict=True):
+                layer.own_input = layer_input
+
         for layer in layers:
-            device = next(layer.parameters()).device
-            layer.register_buffer(
-                "layer_scale", torch.ones(1, dtype=config.params_dtype, device=device)
-            )
-    if config.hidden_size_per_layer_input:
-        _add_inputs(model, layers, config)
-    if config.layer_scales or config.hidden_size_per_layer_input:
-        for layer in layers:
-            layer.register_forward_hook(_finish_layer)
+            layer.per_layer_gate = PerLayerGate(config)
+            layer.register_forward_hook(_add_gated_input)
+        model.embedding.register_forward_hook(compute, with_kwargs=True)
+
+    def toy_sizes(self, config: Any, toy: ToySizes) -> dict[str, Any]:
+        if not config.hidden_size_per_layer_input:
+            return {}
+        sizes = {"hidden_size_per_layer_input": toy.head_dim}
+        if config.vocab_size_per_layer_input:
+            sizes["vocab_size_per_layer_input"] = toy.vocab_size
+        return sizes
 
 
-def _add_inputs(model: Any, layers: list[TransformerLayer], config: Any) -> None:
-    model.per_layer_inputs = PerLayerInputs(config)
-
-    def compute(_: nn.Module, args: Any, kwargs: dict[str, Any], embeddings: Tensor) -> None:
-        ids = kwargs["input_ids"] if "input_ids" in kwargs else args[0]
-        for layer, layer_input in zip(
-            layers, model.per_layer_inputs(ids, embeddings).unbind(-2), strict=True
-        ):
-            layer.own_input = layer_input
-
-    for layer in layers:
-        layer.per_layer_gate = PerLayerGate(config)
-    model.embedding.register_forward_hook(compute, with_kwargs=True)
-
-
-def _finish_layer(layer: Any, _: Any, outputs: tuple[Tensor, Any]) -> tuple[Tensor, Any]:
+def _add_gated_input(layer: Any, _: Any, outputs: tuple[Tensor, Any]) -> tuple[Tensor, Any]:
     stream, context = outputs
-    if hasattr(layer, "per_layer_gate"):
-        layer_input, layer.own_input = layer.own_input, None
-        stream = stream + layer.per_layer_gate(stream, layer_input)
-    return (stream * layer.layer_scale if hasattr(layer, "layer_scale") else stream), context
+    layer_input, layer.own_input = layer.own_input, None
+    return stream + layer.per_layer_gate(stream, layer_input), context

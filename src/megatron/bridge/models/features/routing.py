@@ -11,15 +11,17 @@ alone ranks them (``group_limited_greedy``).
 evaluated. Training follows the same choice; its authors drew the experts at random.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import torch
 from megatron.core.transformer.moe.router import TopKRouter
 from torch import Tensor, nn
 
-from megatron.bridge.utils.errors import UserError
+from megatron.bridge.models.features.feature import LayerFeature
+from megatron.bridge.utils.config.ranges import AT_LEAST_ZERO
 
 Routing = tuple[Tensor, Tensor]
 
@@ -61,10 +63,42 @@ class CorrectedSoftmax:
         return weights / weights.sum(-1, keepdim=True).clamp(min=self._smallest), experts
 
 
-def check(config: Any) -> None:
-    """Refuse settings that bypass these routing rules."""
+@dataclass
+class RoutingFields:
+    moe_router_group_score: Literal["sum", "two", "max"] = "sum"
+    """What ranks the groups of experts: the ``sum`` of the ``moe_router_topk / moe_router_group_topk`` best scores in
+    a group, of the ``two`` best ones, or the best score alone (``max``), as DeepSeek-V2 was trained."""
+    moe_router_norm_topk: bool = True
+    """The sigmoids of the chosen experts are divided by their sum; False leaves them as they are."""
+    moe_router_norm_min: Annotated[float | None, AT_LEAST_ZERO] = None
+    """Scores are a softmax over all experts; a correction, trained without gradients, helps to choose, and what is
+    chosen is divided by its sum, or by this number where the sum is smaller. None has no such correction."""
+    moe_router_sparsemixer_eps: Annotated[float | None, AT_LEAST_ZERO] = None
+    """Each chosen expert is weighed by a softmax over those left whose scores are within twice this share of its own
+    (SparseMixer); None is a softmax over the chosen ones."""
+
+
+class RoutingFeature(LayerFeature):
+    """Its settings need ``num_moe_experts``, like all that begin with ``moe_``."""
+
+    pricing = {
+        "moe_router_group_score": "numbers",
+        "moe_router_norm_topk": "numbers",
+        "moe_router_norm_min": "numbers",
+        "moe_router_sparsemixer_eps": "numbers",
+    }
+
+    def check(self, config: Any) -> Iterator[str]:
+        return _bypassing_settings(config)
+
+    def change_model(self, model: nn.Module, config: Any) -> None:
+        apply_routing(model, config)
+
+
+def _bypassing_settings(config: Any) -> Iterator[str]:
+    """Yield a sentence for each setting that bypasses these routing rules."""
     if _ranks_groups(config):
-        _refuse_other_choice(config, "moe_router_group_score")
+        yield from _other_choices(config, "moe_router_group_score")
     rules = {
         "moe_router_norm_topk": (True, "sigmoid"),
         "moe_router_norm_min": (None, "softmax"),
@@ -74,22 +108,20 @@ def check(config: Any) -> None:
         value = getattr(config, name)
         if config.num_moe_experts is None or value == default:
             continue
-        _refuse_other_choice(config, name)
+        yield from _other_choices(config, name)
         if config.moe_router_score_function != kind:
-            raise UserError(
+            yield (
                 f"{name}={value} is for moe_router_score_function={kind!r}, which is "
                 f"{config.moe_router_score_function!r}: set model.{name}={default}"
             )
 
 
-def _refuse_other_choice(config: Any, rule: str) -> None:
-    """Refuse settings that choose experts outside of the router's own code."""
+def _other_choices(config: Any, rule: str) -> Iterator[str]:
+    """Yield a sentence for each setting that chooses experts outside of the router's own code."""
     for name in ("moe_router_fusion", "moe_enable_routing_replay"):
         if getattr(config, name):
             value = getattr(config, rule)
-            raise UserError(
-                f"{rule}={value!r} does not work with {name}=True: set model.{name}=False"
-            )
+            yield f"{rule}={value!r} does not work with {name}=True: set model.{name}=False"
 
 
 def _ranks_groups(config: Any) -> bool:

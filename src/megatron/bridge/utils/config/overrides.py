@@ -352,11 +352,6 @@ def _typed_value(slot: Slot, request: _Request) -> Any:
     return value
 
 
-def _group_error(slot: Slot) -> UserError:
-    members = ", ".join(f"{slot.key}.{entry.name}" for entry in config_fields(slot.value)[:3])
-    return UserError(f"it is a group: set its members, such as {members}")
-
-
 def _still_holds(now: Any, given: Any) -> bool:
     """Return whether ``now`` equals the given value; in a block that was set as a whole, a None may be derived."""
     if now is given or repr(now) == repr(given) or bool(now == given):

@@ -5,7 +5,6 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from megatron.bridge.backends.specs.layer_specs import linear_pattern
 from megatron.bridge.models.conversion.declare.blocks import Block
 from megatron.bridge.models.conversion.declare.decoder_fields import ACTIVATION
 from megatron.bridge.models.conversion.declare.fields import Field, kind_indices, layers_of_kind
@@ -17,6 +16,7 @@ from megatron.bridge.models.conversion.param_mapping import (
     ReplicatedMapping,
     SplitGDNLinearMapping,
 )
+from megatron.bridge.models.features.gated_delta_net import linear_pattern
 from megatron.bridge.utils.errors import UserError
 
 _KINDS = ("full_attention", "linear_attention")

@@ -17,7 +17,7 @@ from megatron.bridge.data.config import (
 from megatron.bridge.data.energon import EnergonProvider
 from megatron.bridge.data.media.media_rules import has_processor
 from megatron.bridge.models.conversion.auto_bridge import AutoBridge
-from megatron.bridge.models.gpt_provider import drop_mtp_layers
+from megatron.bridge.models.features.multi_token_prediction import drop_mtp_layers
 from megatron.bridge.models.hf_pretrained.hub import is_megatron, on_this_machine
 from megatron.bridge.training.config.resolve.findings import Findings
 from megatron.bridge.training.config.run_config import RunConfig

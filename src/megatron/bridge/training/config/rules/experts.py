@@ -85,15 +85,3 @@ def layer_spec_fits_moe_layer_freq(config: RunConfig, world_size: int) -> Iterat
             f"{model.moe_layer_freq} has no effect: give a function from the config to the spec of a block, or "
             "leave moe_layer_freq at 1"
         )
-
-
-def latent_experts_stand_alone(config: RunConfig, world_size: int) -> Iterator[str]:
-    """Projections around experts exclude biases, a parallel dense layer, and overlapping shared experts."""
-    model, latent = config.model, config.model.moe_latent_size
-    if latent and not model.num_moe_experts:
-        yield f"model.moe_latent_size={latent} has no effect without experts: set it to null"
-    for name in (
-        ("add_bias_linear", "experts_beside_mlp", "moe_shared_expert_overlap") if latent else ()
-    ):
-        if getattr(model, name, False):
-            yield f"model.{name}=True does not work with model.moe_latent_size={latent}: set it to false"

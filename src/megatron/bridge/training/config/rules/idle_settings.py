@@ -1,15 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The rule on settings of features that are off. To add a feature, or a setting of one, add a row."""
+"""The rule on settings of features that are off. To add a feature, or a setting of one, add a row.
+
+Features of layers (``models.features``) declare their settings themselves.
+"""
 
 import dataclasses
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
+from megatron.bridge.models.features import registry as layer_features
 from megatron.bridge.training.config.rules.conditions import (
     AnyOf,
     Condition,
     Equals,
     Exceeds,
+    KeyCondition,
     On,
 )
 from megatron.bridge.training.config.rules.values import default_of, value_of
@@ -37,9 +42,7 @@ FEATURES = [
         settings=["tokenizer.tokenizer_model", "tokenizer.trust_remote_code"],
     ),
     Feature(On("model.rope_scaling"), settings=["model.rope_scaling_factor"]),
-    Feature(On("model.query_scaling_beta"), settings=["model.query_scaling_length"]),
     Feature(On("model.window_size"), settings=["model.chunked_attention"]),
-    Feature(On("model.local_rope_parameters"), settings=["model.global_kv_channels"]),
     Feature(
         Exceeds("model.pipeline_model_parallel_size", 1),
         settings=[
@@ -52,11 +55,8 @@ FEATURES = [
     ),
     Feature(
         On("model.num_moe_experts"),
-        settings=["model.experts_beside_mlp", "model.expert_tensor_parallel_size"],
+        settings=["model.expert_tensor_parallel_size"],
     ),
-    Feature(On("model.value_norm"), settings=["model.attention_k_eq_v", "model.shared_kv_layers"]),
-    Feature(On("model.shared_kv_layers"), settings=["model.shared_kv_wide_mlp"]),
-    Feature(On("model.hidden_size_per_layer_input"), settings=["model.vocab_size_per_layer_input"]),
     Feature(
         Equals("model.position_embedding_type", "learned_absolute"),
         settings=["model.position_offset"],
@@ -147,25 +147,6 @@ FEATURES = [
     ),
     # features whose settings have names with the same beginning
     #
-    # families of hybrid models have the same routing whether a model has experts or not
-    Feature(
-        AnyOf(
-            On("model.num_moe_experts"),
-            On("model.hybrid_override_pattern"),
-            On("model.mamba_layers"),
-        ),
-        prefixes=["model.moe_", "model.use_grouped_gemm_for_shared_expert"],
-    ),
-    # Megatron-Core asks for it with variable lengths, too
-    Feature(
-        AnyOf(
-            On("model.num_moe_experts"),
-            On("model.hybrid_override_pattern"),
-            On("model.mamba_layers"),
-            On("model.variable_seq_lengths"),
-        ),
-        prefixes=["model.moe_token_dispatcher_type"],
-    ),
     Feature(
         Equals("model.moe_token_dispatcher_type", "flex"),
         prefixes=[
@@ -177,31 +158,6 @@ FEATURES = [
         ],
     ),
     Feature(On("model.moe_paged_stash"), prefixes=["model.moe_paged_stash_"]),
-    Feature(On("model.mtp_num_layers"), prefixes=["model.mtp_"]),
-    Feature(Equals("model.experimental_attention_variant", "dsa"), prefixes=["model.dsa_"]),
-    Feature(
-        AnyOf(
-            Equals("model.experimental_attention_variant", "gated_delta_net"),
-            On("model.kda_layers"),
-        ),
-        prefixes=["model.linear_"],
-    ),
-    Feature(
-        AnyOf(
-            Equals("model.experimental_attention_variant", "gated_delta_net"),
-            On("model.kda_layers"),
-            On("model.short_conv_layers"),
-        ),
-        prefixes=["model.linear_conv_kernel_dim"],
-    ),
-    Feature(
-        AnyOf(
-            On("model.hybrid_override_pattern"),
-            On("model.mamba_layers"),
-            On("model.mamba_beside_attention"),
-        ),
-        prefixes=["model.mamba_"],
-    ),
     Feature(On("model.use_mup"), prefixes=["model.mup_"]),
     Feature(On("model.qk_clip"), prefixes=["model.qk_clip_"]),
     Feature(
@@ -238,15 +194,6 @@ FEATURES = [
             "model.delta_offload_",
             "model.activation_offload_",
             "model.fine_grained_offloading_",
-        ],
-    ),
-    Feature(
-        On("model.head"),
-        prefixes=[
-            "model.num_labels",
-            "model.label_names",
-            "model.pooling",
-            "model.contrastive_temperature",
         ],
     ),
     Feature(On("model.cross_entropy_loss_fusion"), prefixes=["model.cross_entropy_fusion_impl"]),
@@ -292,8 +239,42 @@ FEATURES = [
     Feature(On("ddp.nccl_ub"), prefixes=["ddp.disable_symmetric_registration"]),
 ]
 
-NEEDS = {key: feature.is_on for feature in FEATURES for key in feature.settings}
-NEEDS_BY_PREFIX = {prefix: feature.is_on for feature in FEATURES for prefix in feature.prefixes}
+# Beginnings of names -> what each of several makes effective. Layer features add themselves.
+_SHARED_PREFIXES: dict[str, list[KeyCondition]] = {
+    "moe_": [On("model.num_moe_experts"), On("model.hybrid_override_pattern")],
+    "use_grouped_gemm_for_shared_expert": [
+        On("model.num_moe_experts"),
+        On("model.hybrid_override_pattern"),
+    ],
+    # Megatron-Core asks for it with variable lengths, too
+    "moe_token_dispatcher_type": [
+        On("model.num_moe_experts"),
+        On("model.hybrid_override_pattern"),
+        On("model.variable_seq_lengths"),
+    ],
+    "mamba_": [On("model.hybrid_override_pattern")],
+}
+
+
+def _rows_of_layer_features() -> Iterator[Feature]:
+    """Yield the rows that the features of layers declare."""
+    conditions = {prefix: list(shared) for prefix, shared in _SHARED_PREFIXES.items()}
+    for feature in layer_features.FEATURES:
+        for setting, needed in feature.needs.items():
+            yield Feature(On(f"model.{needed}"), settings=[f"model.{setting}"])
+        key = f"model.{feature.prefix_switch}"
+        has_value = feature.prefix_value is not None
+        switch = Equals(key, feature.prefix_value) if has_value else On(key)
+        for prefix in feature.prefixes:
+            conditions.setdefault(prefix, []).append(switch)
+    for prefix, alternatives in conditions.items():
+        condition = alternatives[0] if len(alternatives) == 1 else AnyOf(*alternatives)
+        yield Feature(condition, prefixes=[f"model.{prefix}"])
+
+
+_ROWS = [*FEATURES, *_rows_of_layer_features()]
+NEEDS = {key: feature.is_on for feature in _ROWS for key in feature.settings}
+NEEDS_BY_PREFIX = {prefix: feature.is_on for feature in _ROWS for prefix in feature.prefixes}
 _BLOCKS_WITH_PREFIXES = ("model", "optimizer", "ddp")
 
 

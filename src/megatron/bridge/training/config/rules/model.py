@@ -22,6 +22,16 @@ def hybrid_pattern_is_valid(config: RunConfig, world_size: int) -> Iterator[str]
             yield f"model.{error}"
 
 
+def layer_features_fit(config: RunConfig, world_size: int) -> Iterator[str]:
+    """Features of layers exclude some settings, and need sizes that ranks can split (``models.features``)."""
+    try:
+        problems = list(config.model.feature_problems())
+    except UserError as error:
+        problems = [str(error)]
+    for problem in problems:
+        yield f"model: {problem}"
+
+
 def heads_divide_width(config: RunConfig, world_size: int) -> Iterator[str]:
     """Heads divide the hidden size, unless ``kv_channels`` sets their size."""
     model = config.model
