@@ -241,6 +241,7 @@ GROUPS = [
             "vocab_size_per_layer_input",
             "experts_beside_mlp",
             "embedding_norm",
+            "embedding_padding_idx",
             "qk_norm_across_heads",
             "qk_norm_by_head",
             "moe_shared_expert_gate",
