@@ -53,7 +53,7 @@ scatter_embedding_sequence_parallel norm_placement qk_norm_across_heads qk_norm_
 layernorm_bias parallel_residual embedding_dropout output_bias embedding_multiplier residual_multiplier
 logits_scaling attn_logit_softcapping final_logit_softcapping attention_bias attention_output_bias mlp_bias
 short_conv_layers kda_layers make_query_groups_divisible_by head transformer_layer_spec norm_gain embedding_norm
-rotary_reversed value_norm global_query_groups hidden_size_per_layer_input layer_scales
+embedding_padding_idx rotary_reversed value_norm global_query_groups hidden_size_per_layer_input layer_scales
 """,
     "optimizer": """
 lr min_lr decoupled_lr weight_decay apply_wd_to_qk_layernorm fp8_recipe fp16 bf16 use_precision_aware_optimizer

@@ -116,3 +116,28 @@ def test_a_packed_row_is_as_long_as_the_models():
     assert says(
         problem, "dataset.packed_sequence_specs.packed_sequence_size=16", "dataset.seq_length=32"
     )
+
+
+EXPERTS = {
+    "num_moe_experts": 4,
+    "moe_router_topk": 2,
+    "moe_ffn_hidden_size": 32,
+    "moe_aux_loss_coeff": 0.01,
+}
+
+
+@pytest.mark.parametrize(
+    ("values", "kind", "is_noted"),
+    [
+        ({"packed": True}, "seq_aux_loss", True),
+        ({"padding_free": True}, ["seq_aux_loss"], True),
+        ({}, "seq_aux_loss", False),
+        ({"packed": True}, "aux_loss", False),
+    ],
+)
+def test_a_row_of_several_samples_is_one_sequence_to_routers(values, kind, is_noted):
+    experts = {**EXPERTS, "moe_router_load_balancing_type": kind}
+    if isinstance(kind, list):
+        experts["moe_aux_loss_coeff"] = [0.01]
+    _, notes = validated(data(**values), **experts)
+    assert any("a row counts as one sequence" in note for note in notes) == is_noted

@@ -207,8 +207,7 @@ def _unknown_key(config: Any, key: str, owner_key: str, owner: Any) -> UserError
     if group == owner_key and hasattr(owner, last):
         return UserError(f"{key} is computed from other values and cannot be set")
     owner_phrase = f" in {type(owner).__name__}" if group and group == owner_key else ""
-    config_class = cast("type[Any]", type(config))
-    unavailable: frozenset[str] = getattr(config_class, "UNAVAILABLE_KEYS", frozenset())
+    unavailable: frozenset[str] = getattr(config, "UNAVAILABLE_KEYS", frozenset())
     keys = [name for name in dotted_keys(config) if name not in unavailable]
     known = OTHER_NAMES.get(last)
     close = [known] if known in keys else nearest_keys(key, keys)

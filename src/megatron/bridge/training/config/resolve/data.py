@@ -38,7 +38,11 @@ def derive_data(config: RunConfig, world_size: int, findings: Findings) -> None:
         _count_classes(part, config)
         if isinstance(part, PreferenceDatasetConfig) and part.labeled is None:
             part.labeled = config.dpo is not None and config.dpo.loss_type == "kto"
-    findings.notes += [*_count_tokens(config, parts), *_vary_lengths(config)]
+    findings.notes += [
+        *_count_tokens(config, parts),
+        *_vary_lengths(config),
+        *_balance_rows(config, parts),
+    ]
 
 
 def tuning_parts(dataset: DatasetConfig) -> Sequence[RecordDatasetConfig]:
@@ -103,6 +107,22 @@ def _count_tokens(config: RunConfig, parts: Sequence[RecordDatasetConfig]) -> li
         "model.calculate_per_token_loss=True is used: each trained token counts the same, whatever it is batched "
         "or packed with"
     ]
+
+
+def _balance_rows(config: RunConfig, parts: Sequence[RecordDatasetConfig]) -> list[str]:
+    """``seq_aux_loss`` balances the experts of each row, which is one sample only where rows are padded."""
+    kinds = config.model.moe_router_load_balancing_type
+    kinds = [kinds] if isinstance(kinds, str) else kinds
+    if not config.model.num_moe_experts or "seq_aux_loss" not in kinds:
+        return []
+    for part in parts:
+        specs = part.packed_sequence_specs
+        if part.padding_free or (specs is not None and specs.packed_sequence_size > 0):
+            return [
+                "model.moe_router_load_balancing_type=seq_aux_loss balances the experts of each row, and the rows "
+                "of this run hold several samples: a row counts as one sequence"
+            ]
+    return []
 
 
 def _vary_lengths(config: RunConfig) -> list[str]:
