@@ -14,15 +14,6 @@ from megatron.bridge.recipes.catalog import catalog
 from megatron.bridge.training.config import ConfigContainer
 
 ROOT = Path(__file__).parents[3]
-ONE_PROCESS = [
-    "model.tensor_model_parallel_size=1",
-    "model.sequence_parallel=false",
-    "model.pipeline_model_parallel_size=1",
-    "model.virtual_pipeline_model_parallel_size=null",
-    "model.account_for_embedding_in_pipeline_split=false",
-    "model.account_for_loss_in_pipeline_split=false",
-    "model.context_parallel_size=1",
-]
 TOY = [
     *("--seq-length", "32"),
     "model.num_layers=2",
@@ -47,11 +38,14 @@ def losses(folder):
 
 
 @pytest.mark.parametrize("name", ["llama31_405b_pretrain_config", "smollm2_135m_finetune_config"])
-def test_recipes_train_at_toy_size(name, tmp_path, resolutions):
-    toy = [*TOY, *ONE_PROCESS, f"logger.log_dir={tmp_path}"]
+def test_recipes_train_at_toy_size(name, tmp_path, resolutions, capfd):
+    """Recipes for many GPUs fit themselves to one process, and say so."""
+    toy = [*TOY, f"logger.log_dir={tmp_path}"]
     assert main(["train", "--recipe", name, "--mode", "pretrain", *toy]) == 0
     assert len(losses(tmp_path)) >= 2
     assert len(resolutions) == 1
+    has_ranks = catalog()[name].layout != "no model parallelism"
+    assert (f"the layout of {name} (" in " ".join(capfd.readouterr().out.split())) == has_ranks
 
 
 REFUSED = ("fp", "_distill_")
@@ -66,11 +60,7 @@ def test_every_recipe_is_rehearsed(name):
 
 
 def test_fine_tuning_starts_from_a_checkpoint(tmp_path):
-    toy = [
-        item
-        for item in [*TOY, *ONE_PROCESS]
-        if not item.startswith(("train.train_iters", "train.global"))
-    ]
+    toy = [item for item in TOY if not item.startswith(("train.train_iters", "train.global"))]
     toy += ["train.global_batch_size=8"]
     first, second = tmp_path / "pretrained", tmp_path / "tuned"
     learn = [

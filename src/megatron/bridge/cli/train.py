@@ -5,6 +5,7 @@ import argparse
 import os
 import sys
 
+from megatron.bridge.cli.support.one_process import fit_to_one_process
 from megatron.bridge.cli.support.options import add_recipe_options
 from megatron.bridge.cli.support.output_files import HtmlPage, OutputFile
 from megatron.bridge.cli.support.parser import Parser, count
@@ -20,6 +21,7 @@ from megatron.bridge.recipes.catalog import search
 from megatron.bridge.utils.config.overrides import check_sticks
 from megatron.bridge.utils.errors import UserError
 from megatron.bridge.utils.startup import without_gc
+from megatron.bridge.utils.torchrun_env import read_number
 
 EXAMPLES = r"""examples:
   megatron-bridge train --list llama pretrain
@@ -103,6 +105,8 @@ def run(args: argparse.Namespace) -> int:
             step_function(args.step_func)  # before anything slow is imported
         job = prepare(args)
         if args.dry_run:
+            if args.world_size == 1:
+                fit_to_one_process(job)
             return _dry_run(job, args)
     if args.rehearse_rank is not None:
         from megatron.bridge.cli.rehearse.rank import rehearse_rank
@@ -177,11 +181,14 @@ def _train(job: TrainJob, args: argparse.Namespace) -> int:
     from megatron.bridge.training.setup import resolve_run
     from megatron.bridge.utils.console import print_rank_0
 
+    if read_number("WORLD_SIZE", 1) == 1:
+        fit_to_one_process(job)
     if job.mode == "cache-teacher":
         precompute(job.config)
         return _destroy_process_groups()
     step = forward_step(args.step_func, job.config)
     resolved = resolve_run(job.config, job.origins)
+    resolved.notes.extend(job.notes)
     config = resolved.config
     check_sticks(config, job.changes)
     for line in [
