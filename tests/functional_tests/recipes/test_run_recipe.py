@@ -45,7 +45,7 @@ def test_recipes_train_at_toy_size(name, tmp_path, resolutions, capfd):
     assert len(losses(tmp_path)) >= 2
     assert len(resolutions) == 1
     has_ranks = catalog()[name].layout != "no model parallelism"
-    assert (f"the layout of {name} (" in " ".join(capfd.readouterr().out.split())) == has_ranks
+    assert (f"the layout of {name} (" in " ".join(capfd.readouterr().err.split())) == has_ranks
 
 
 REFUSED = ("fp", "_distill_")
