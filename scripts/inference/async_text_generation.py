@@ -39,7 +39,7 @@ async def complete(client: EngineClient, ids: list[int], sampling: Any) -> Any:
 
 async def complete_all(workers: Workers, prompts: list[str], sampling: Any) -> None:
     """Write a JSON object for each prompt, those that are complete first."""
-    ((reader, *_),) = workers.iterate("facts", ())
+    ((reader, *_),) = workers.iterate("yield_facts", ())
     if reader.hf is None:
         raise UserError("the model has no tokenizer: give --hf_model_path")
     client = EngineClient(workers, len(prompts), lambda reason: None)

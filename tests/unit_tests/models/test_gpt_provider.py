@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from megatron.core import parallel_state
 
 from megatron.bridge.checkpoint.model_io import unwrap
+from megatron.bridge.models import model_provider
 from megatron.bridge.models.chunk_info import chunk_info
 from megatron.bridge.models.gpt_provider import GPTModelProvider
 from megatron.bridge.models.model_provider import PreWrapHook
@@ -268,6 +269,7 @@ def test_an_activation_that_fails_here_for_another_reason_is_left_to_the_run():
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the setting may be used there")
 def test_a_setting_that_is_not_used_is_named_once(caplog):
     """A dry run resolves the model of each pipeline stage and chunk."""
+    model_provider._warn_once.cache_clear()  # other tests of this process
     for layers in (2, 4):
         toy(num_layers=layers, gradient_accumulation_fusion=True).resolved()
     warnings = [text for text in caplog.messages if "model.gradient_accumulation_fusion" in text]

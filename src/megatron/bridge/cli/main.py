@@ -18,7 +18,7 @@ from typing import Any
 
 from megatron.bridge.cli.support.exit_code import exit_code, refuse_other_distribution
 from megatron.bridge.cli.support.output_files import check_outputs
-from megatron.bridge.cli.support.parser import Parser
+from megatron.bridge.cli.support.parser import Location, LocationPath, Parser
 from megatron.bridge.utils.errors import UserError, did_you_mean
 from megatron.bridge.utils.startup import announce_slow_imports, skip_gc_at_exit
 from megatron.bridge.utils.storage_paths import split
@@ -76,7 +76,7 @@ def _run(arguments: list[str]) -> int:
         parser.print_help()
         return 2
     announce_slow_imports()
-    _refuse_urls(args)
+    _use_local_folders(args)
     check_outputs(str(name), args)
     if not getattr(args, "trust_checkpoint", False):
         return module.run(args)
@@ -86,14 +86,17 @@ def _run(arguments: list[str]) -> int:
         return module.run(args)
 
 
-def _refuse_urls(args: argparse.Namespace) -> None:
-    """Refuse URLs of object storage that are left: options that take them have made them local paths."""
+def _use_local_folders(args: argparse.Namespace) -> None:
+    """Replace URLs of object storage in the arguments, and refuse those that are not read or written there."""
     for name, value in vars(args).items():
-        if not isinstance(value, (str, Path)) or split(value) is None:
+        url_parts = split(value) if isinstance(value, (str, Path)) else None
+        if url_parts is None:
             continue
         from megatron.bridge.utils import storage
 
-        if storage.is_url(value):
+        if isinstance(value, (Location, LocationPath)):
+            setattr(args, name, type(value)(storage.local("://".join(url_parts))))
+        elif storage.is_url(value):
             raise UserError(f"{name}={value} cannot be a URL: give a local path")
 
 

@@ -8,9 +8,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from megatron.bridge.utils.errors import UserError
-from megatron.bridge.utils.storage_paths import split
-
 type OptionGroup = argparse._ArgumentGroup
 """What ``parser.add_argument_group`` returns."""
 
@@ -62,11 +59,11 @@ class Parser(argparse.ArgumentParser):
 
     def _get_value(self, action: argparse.Action, arg_string: str) -> Any:
         """Convert a word to the type of an option, as argparse does, but refuse empty paths."""
-        if isinstance(action.type, type) and issubclass(action.type, Path):
-            try:
-                _refuse_empty_path(arg_string)
-            except argparse.ArgumentTypeError as error:
-                raise argparse.ArgumentError(action, str(error)) from None
+        is_path = isinstance(action.type, type) and issubclass(action.type, Path)
+        if is_path and not arg_string:
+            # ``--output "$OUT"`` with OUT unset would mean the working directory
+            message = "the path is empty: is a variable of the shell not set?"
+            raise argparse.ArgumentError(action, message)
         return super()._get_value(action, arg_string)  # pyright: ignore[reportAttributeAccessIssue]
 
     def add_options_of_words(self, *names: str) -> None:
@@ -127,31 +124,12 @@ def workers(text: str) -> int:
     return int(text)
 
 
-def _refuse_empty_path(text: str) -> None:
-    """Refuse an empty path: ``--output "$OUT"`` with OUT unset would mean the working directory."""
-    if not text:
-        raise argparse.ArgumentTypeError("the path is empty: is a variable of the shell not set?")
+class Location(str):
+    """The ``type`` of an option that takes a path, a hub id, or a URL of object storage."""
 
 
-def location(text: str) -> str:
-    """The ``type`` of an option that takes a path, a hub id, or a URL of object storage.
-
-    A URL becomes its local folder.
-    """
-    if split(text) is None:
-        return text
-    from megatron.bridge.utils import storage
-
-    try:
-        return str(storage.local(text))
-    except UserError as error:
-        raise argparse.ArgumentTypeError(str(error)) from None
-
-
-def location_path(text: str) -> Path:
+class LocationPath(Path):
     """The ``type`` of an option that takes a path or a URL of object storage."""
-    _refuse_empty_path(text)
-    return Path(location(text))
 
 
 _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}

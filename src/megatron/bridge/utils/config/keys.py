@@ -210,5 +210,7 @@ def _unknown_key(config: Any, key: str, owner_key: str, owner: Any) -> UserError
     unavailable: frozenset[str] = getattr(config, "UNAVAILABLE_KEYS", frozenset())
     keys = [name for name in dotted_keys(config) if name not in unavailable]
     known = OTHER_NAMES.get(last)
-    close = [known] if known in keys else nearest_keys(key, keys)
+    # a config may lack the block of the known key, but not the key alone
+    is_absent = known and known.partition(".")[0] in keys and known not in keys
+    close = [known] if known and not is_absent else nearest_keys(key, keys)
     return UserError(f"there is no {key}{owner_phrase}{suggestion(close)}")

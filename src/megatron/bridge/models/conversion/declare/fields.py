@@ -7,6 +7,7 @@ the model computes.
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any, cast
 
 from megatron.bridge.utils.errors import UserError, misspelling
@@ -27,6 +28,9 @@ class Field:
     """(value, whole Hugging Face config) -> value, or values, of ``megatron``; None copies the value."""
     back: Callable[[Any, Any], Any] | None = None
     """(value or values, provider) -> value of ``hf``; None copies the first value that is set."""
+    derived: Mapping[str, Callable[[Any], Any]] = MappingProxyType({})
+    """Keys that transformers computes from this one, and that some configs have, too: key -> its value, from the
+    provider."""
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -357,4 +361,8 @@ def changed_keys(
             value = writers[field.hf].write(provider)
             if value != config.get(field.hf):
                 changed[field.hf] = value
+    for field in fields:
+        for key, value_from in field.derived.items():
+            if key in config and config[key] != value_from(provider):
+                changed[key] = value_from(provider)
     return changed

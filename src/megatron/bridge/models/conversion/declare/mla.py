@@ -38,6 +38,16 @@ def _rotated_width(width: Any, config: Mapping[str, Any]) -> int:
     return width
 
 
+def _width_of_rotation(provider: Any) -> int:
+    return provider.qk_pos_emb_head_dim
+
+
+_WIDTH_OF_QUERIES: dict[str, Callable[[Any], int]] = {
+    "qk_head_dim": lambda provider: provider.qk_head_dim + provider.qk_pos_emb_head_dim
+}
+"""What transformers calls the width of a head's queries, for ``Field.derived``."""
+
+
 def _every_head(groups: Any, config: Mapping[str, Any]) -> int:
     heads = config["num_attention_heads"]
     if groups not in (None, heads):
@@ -131,7 +141,12 @@ LATENT: tuple[Field, ...] = (
     Field("q_lora_rank", "q_lora_rank", default=None),
     Field("kv_lora_rank", "kv_lora_rank"),
     Field("qk_nope_head_dim", "qk_head_dim"),
-    Field("qk_rope_head_dim", "qk_pos_emb_head_dim", to=_rotated_width),
+    Field(
+        "qk_rope_head_dim",
+        "qk_pos_emb_head_dim",
+        to=_rotated_width,
+        derived={"head_dim": _width_of_rotation, **_WIDTH_OF_QUERIES},
+    ),
     Field("v_head_dim", "v_head_dim"),
 )
 """All settings of a decoder with latent attention, except its experts."""
@@ -140,6 +155,7 @@ NOT_ROTATED = Field(
     "qk_rope_head_dim",
     "qk_pos_emb_head_dim",
     to=lambda width, config: _rotated_width(width, {**config, "head_dim": width}),
+    derived=_WIDTH_OF_QUERIES,
 )
 """Width without rotation, in architectures without positions, in which ``head_dim`` has no effect."""
 
