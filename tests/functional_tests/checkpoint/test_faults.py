@@ -15,7 +15,7 @@ from megatron.bridge.checkpoint.model_io import unwrap
 from megatron.bridge.training.callbacks import Callback
 from megatron.bridge.training.callbacks.guard.hang_detection import HANG_EXIT_CODE
 from megatron.bridge.training.callbacks.guard.preemption import REQUEUE_EXIT_CODE
-from megatron.bridge.training.callbacks.guard.rerun import steps_to_skip
+from megatron.bridge.training.callbacks.guard.skipped_batches import steps_to_skip
 from megatron.bridge.training.config import (
     DistributedInitConfig,
     OptimizerConfig,

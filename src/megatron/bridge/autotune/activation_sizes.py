@@ -122,10 +122,8 @@ def _scores_of_tile(config: ConfigContainer, tokens: int) -> int:
     model: Any = config.model
     if getattr(model, "attn_logit_softcapping", None) is None:
         return 0
-    heads, batch = (
-        model.num_attention_heads // model.tensor_model_parallel_size,
-        config.train.micro_batch_size,
-    )
+    heads = model.num_attention_heads // model.tensor_model_parallel_size
+    batch = config.train.micro_batch_size
     row = batch * heads * config.dataset.seq_length
     return row * min(tokens // batch, max(16, CUDA_SCORES // row))
 
@@ -153,10 +151,8 @@ def _image_tokens(config: ConfigContainer) -> int:
 def _tokens_of_image(config: ConfigContainer) -> int:
     """Return the tokens of the largest image that ``dataset.max_pixels`` allows, or 0 if that limit is unknown."""
     model: Any = config.model
-    tower, limit = (
-        model.vision.get("vision_config") or {},
-        getattr(config.dataset, "max_pixels", None),
-    )
+    tower = model.vision.get("vision_config") or {}
+    limit = getattr(config.dataset, "max_pixels", None)
     if limit is None or "patch_size" not in tower:
         return 0
     # GLM's limit counts the pixels of all frames in a patch

@@ -323,7 +323,8 @@ def _bytes_inside_block(
 
 def _rotated_bytes(attention: Any, sizes: ActivationSizes) -> int:
     """Return the bytes of the rotated queries and keys of latent attention."""
-    config, heads = attention.config, attention.num_attention_heads_per_partition
+    config = attention.config
+    heads = attention.num_attention_heads_per_partition
     elements = 2 * heads * (config.qk_head_dim + config.qk_pos_emb_head_dim)
     return sizes.tokens * elements * sizes.bytes_per_element
 
@@ -365,7 +366,8 @@ def _linear_elements(
     path: str, shape: tuple[int, ...], sizes: ActivationSizes, keeps: bool
 ) -> tuple[int, int]:
     """Return the input elements that a linear layer saves, and its other elements; its weight is [out, in]."""
-    tokens, dispatched = _tokens_of_path(path, sizes), is_dispatched(path)
+    tokens = _tokens_of_path(path, sizes)
+    dispatched = is_dispatched(path)
     inputs = tokens * shape[1]
     saved_inputs = inputs if keeps else 0
     if path.endswith("linear_fc2"):
@@ -418,7 +420,8 @@ def _attention_bytes(attention: Any, sizes: ActivationSizes) -> int:
     width = attention.hidden_size_per_attention_head
     head_elements = 0  # per token and dimension of a head
     if config.multi_latent_attention:
-        groups, width = heads, config.qk_head_dim + config.qk_pos_emb_head_dim
+        groups = heads
+        width = config.qk_head_dim + config.qk_pos_emb_head_dim
         head_elements += 2 * heads if pads_values(config) else 0
     elif config.qk_layernorm:
         head_elements += heads  # normalized queries
@@ -439,7 +442,8 @@ def _attention_bytes(attention: Any, sizes: ActivationSizes) -> int:
 
 def _attention_tile_bytes(attention: Any, sizes: ActivationSizes) -> int:
     """Return the bytes of the mask of attention's tiles on a CPU, and of their outputs before they are joined."""
-    window, skipped = attention.config.window_size, attention.config.window_attn_skip_freq
+    window = attention.config.window_size
+    skipped = attention.config.window_attn_skip_freq
     visible_keys = keys = sizes.tokens * sizes.kv_ranks
     if is_layer_window_attention(window, skipped, attention.layer_number):
         visible_keys = min(visible_keys, window[0] + 1)
@@ -492,9 +496,11 @@ def _summed_bytes(layer: Any, sizes: ActivationSizes) -> int:
     ranks = layer.config.expert_tensor_parallel_size or 1
     if ranks == 1 or not any("router" in path for path, _ in layer.named_modules()):
         return 0
-    summed_size, copies = sizes.bytes_per_element, 1 / ranks
+    summed_size = sizes.bytes_per_element
+    copies = 1 / ranks
     if sizes.has_fp32_router:
-        summed_size, copies = _FP32, 1 + copies
+        summed_size = _FP32
+        copies = 1 + copies
     if not has_cuda():
         copies += 2
     bytes_per_output = (2 + 2 / ranks) * sizes.bytes_per_element + copies * summed_size
@@ -523,7 +529,8 @@ def _expert_gradient_bytes(
     path: str, module: nn.Module, sizes: ActivationSizes, weight_gradient: int
 ) -> int:
     """Return the bytes of the gradients of experts; ``weight_gradient`` counts the elements of one expert's."""
-    shape, tokens = weight_shape(module), _tokens_of_path(path, sizes)
+    shape = weight_shape(module)
+    tokens = _tokens_of_path(path, sizes)
     assert shape is not None, "experts have weights"
     is_last = path.endswith("linear_fc2")
     elements = tokens * sum(shape) + weight_gradient * sizes.experts_per_kernel

@@ -35,13 +35,17 @@ def _forward_of_layer(layer: Any, sizes: ActivationSizes) -> int:
 
 def _forward_of_attention(attention: Any, sizes: ActivationSizes) -> int:
     """Return the elements per token."""
-    config, heads = attention.config, attention.num_attention_heads_per_partition
+    config = attention.config
+    heads = attention.num_attention_heads_per_partition
     if config.multi_latent_attention:
-        plain, rotated, value = config.qk_head_dim, config.qk_pos_emb_head_dim, config.v_head_dim
+        plain = config.qk_head_dim
+        rotated = config.qk_pos_emb_head_dim
+        value = config.v_head_dim
         latents = (config.q_lora_rank or 0) + 2 * config.kv_lora_rank + rotated
         return latents + heads * (3 * (plain + rotated) + (plain + value) + 2 * rotated + value)
     width = attention.hidden_size_per_attention_head
-    queries, keys = heads * width, attention.num_query_groups_per_partition * width
+    queries = heads * width
+    keys = attention.num_query_groups_per_partition * width
     projected = queries + 2 * keys * max(1, sizes.kv_ranks)
     normed = 0
     if config.qk_layernorm:  # computed in fp32

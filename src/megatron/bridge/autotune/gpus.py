@@ -92,7 +92,8 @@ def read_cluster(path: Path) -> tuple[str, int | None]:
 
     The file contains ``{"gpu": "h100", "gpus": 1024, "network": 25}``: GB, and GB/s in one direction.
     """
-    found, known = strict_json.read(path), ("gpu", "gpus", *_CLUSTER)
+    found = strict_json.read(path)
+    known = ("gpu", "gpus", *_CLUSTER)
     if not isinstance(found, dict) or "gpu" not in found:
         raise UserError(f'--cluster {path}: write {{"gpu": "h100", "gpus": 1024, "network": 50}}')
     for key, value in found.items():

@@ -92,7 +92,8 @@ class _Replicas:
 
     @classmethod
     def of(cls, config: ConfigContainer, world_size: int) -> "_Replicas":
-        model, instances = config.model, config.ddp.num_distributed_optimizer_instances
+        model = config.model
+        instances = config.ddp.num_distributed_optimizer_instances
         expert_tensor = model.expert_tensor_ranks
         dense = world_size // (
             model.tensor_model_parallel_size * model.pipeline_model_parallel_size
@@ -106,10 +107,8 @@ class _Replicas:
 def _stage_memory(
     config: ConfigContainer, chunks: list[MegatronModule], stage: int, world_size: int
 ) -> RankMemory:
-    model, replicas = (
-        without_quantization(config.model).resolved(),
-        _Replicas.of(config, world_size),
-    )
+    model = without_quantization(config.model).resolved()
+    replicas = _Replicas.of(config, world_size)
     parameters = [parameter for chunk in chunks for parameter in chunk.parameters()]
     if model.bf16 or model.fp16:
         for parameter in parameters:
@@ -181,7 +180,8 @@ def _megatron_fsdp(
         buffer for chunk in chunks for buffer in megatron_fsdp.flat_buffers(chunk, ddp, replicas)
     ]
     full_size = sum(buffer.size for buffer in buffers)
-    share, temporary = full_size // replicas, megatron_fsdp.temporary_elements(ddp, buffers)
+    share = full_size // replicas
+    temporary = megatron_fsdp.temporary_elements(ddp, buffers)
     cuts_weights = ddp.data_parallel_sharding_strategy == megatron_fsdp.SHARD_WEIGHTS
     cuts_gradients = (
         cuts_weights or ddp.data_parallel_sharding_strategy == megatron_fsdp.SHARD_GRADIENTS
@@ -241,7 +241,8 @@ def _distributed_bytes(
     lengths = {
         key: sum(parameter.numel() for parameter in members) for key, (members, _) in groups.items()
     }
-    padded, owned = lengths, {key: np.full(len(stepped), length) for key, length in lengths.items()}
+    padded = lengths
+    owned = {key: np.full(len(stepped), length) for key, length in lengths.items()}
     if config.ddp.use_distributed_optimizer:
         bucket = (
             bucket_size(config, replicas.dense)
@@ -284,10 +285,8 @@ def bucket_size(config: ConfigContainer, replicas: int) -> int:
 def optimizer_bytes(config: ConfigContainer, dtype: torch.dtype) -> int:
     """Return the bytes per trained parameter on its device: an fp32 copy, unless it is fp32, and the moments."""
     optimizer = config.optimizer
-    copy, moments = (
-        0 if dtype == torch.float32 else _FP32,
-        _FP32 * len(STATE_NAMES[optimizer.optimizer]),
-    )
+    copy = 0 if dtype == torch.float32 else _FP32
+    moments = _FP32 * len(STATE_NAMES[optimizer.optimizer])
     if optimizer.optimizer == "sgd" and not optimizer.sgd_momentum:
         moments = 0
     on_device = 1 - optimizer.optimizer_offload_fraction if optimizer.optimizer_cpu_offload else 1

@@ -31,7 +31,8 @@ class _Group:
     """The part of a process group that building a model needs."""
 
     def __init__(self, size: int, rank: int = 0) -> None:
-        self._size, self._rank = size, rank
+        self._size = size
+        self._rank = rank
 
     def size(self) -> int:
         return self._size
@@ -129,11 +130,10 @@ def _neutral_group(name: str) -> Any:
 
 
 def _parallel_state_of(model: ModelProvider, stage: int, several: bool) -> dict[str, Any]:
-    tensor, pipeline = (
-        model.tensor_model_parallel_size,
-        model.pipeline_model_parallel_size if several else 1,
-    )
-    expert, expert_tensor = model.expert_model_parallel_size, model.expert_tensor_ranks
+    tensor = model.tensor_model_parallel_size
+    pipeline = model.pipeline_model_parallel_size if several else 1
+    expert = model.expert_model_parallel_size
+    expert_tensor = model.expert_tensor_ranks
     groups = {
         "_TENSOR_MODEL_PARALLEL_GROUP": (tensor, 0),
         "_PIPELINE_MODEL_PARALLEL_GROUP": (pipeline, stage),
@@ -168,7 +168,8 @@ def nothing_random() -> Iterator[None]:
 
 def _readable_groups() -> AbstractContextManager[None]:
     """Let ``torch.distributed`` also read size and rank of a ``_Group``: the hybrid model asks there."""
-    get_rank, get_size = dist.get_rank, dist.get_world_size
+    get_rank = dist.get_rank
+    get_size = dist.get_world_size
 
     def size(group: Any = None) -> int:
         return group.size() if isinstance(group, _Group) else get_size(group)

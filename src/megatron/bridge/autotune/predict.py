@@ -44,7 +44,8 @@ def predict(
 
 def plan_of(config: ConfigContainer, stages: Sequence[Sequence[MegatronModule]]) -> Plan:
     """Describe the layers of all stages as numbers."""
-    hidden, length = config.model.hidden_size, config.dataset.seq_length
+    hidden = config.model.hidden_size
+    length = config.dataset.seq_length
     losses = 1 + (getattr(config.model, "mtp_num_layers", None) or 0)
 
     def chunk_of(chunk: Any) -> Chunk:
@@ -71,7 +72,8 @@ def roofline_of(
 
 def setting_of(config: ConfigContainer, world_size: int) -> StepSettings:
     model: Any = config.model
-    train, ddp = config.train, config.ddp
+    train = config.train
+    ddp = config.ddp
     rows = model.padded_vocab_size // model.tensor_model_parallel_size
     stages = model.pipeline_model_parallel_size
     experts = model.expert_tensor_ranks * model.expert_model_parallel_size
@@ -98,8 +100,10 @@ def setting_of(config: ConfigContainer, world_size: int) -> StepSettings:
 
 
 def run_of(config: ConfigContainer) -> LayerSettings:
-    model, train = config.model, config.train
-    experts, kind = model.num_moe_experts or 0, model.cp_comm_type
+    model = config.model
+    train = config.train
+    experts = model.num_moe_experts or 0
+    kind = model.cp_comm_type
     return LayerSettings(
         tokens=train.micro_batch_size * config.dataset.seq_length // model.context_parallel_size,
         hidden=model.hidden_size,

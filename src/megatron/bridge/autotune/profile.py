@@ -173,7 +173,8 @@ def interpolated(samples: Sequence[tuple[float, float]], amount: float) -> float
         >>> interpolated([(1.0, 1.0), (4.0, 2.0)], 2.0) == 2**0.5, interpolated([(1.0, 1.0)], 3.0)
         (True, 3.0)
     """
-    first, last = samples[0], samples[-1]
+    first = samples[0]
+    last = samples[-1]
     if amount <= first[0]:
         return first[1]  # the minimum cost of a call
     if amount >= last[0]:

@@ -97,7 +97,8 @@ def table(head: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
 
 def scatter(points: Sequence[tuple[float, float, str]], front: int) -> str:
     """Return an SVG plot of layouts, GB against seconds; a line connects the first ``front`` points."""
-    widest, longest = 1.05 * max(x for x, _, _ in points), 1.05 * max(y for _, y, _ in points)
+    widest = 1.05 * max(x for x, _, _ in points)
+    longest = 1.05 * max(y for _, y, _ in points)
     at = [(300 * x / widest + 40, 200 - 180 * y / longest, words) for x, y, words in points]
     line = " ".join(f"{x:.1f},{y:.1f}" for x, y, _ in at[:front])
     dots = "".join(
@@ -132,7 +133,8 @@ def _span_box(span: PassSpan, scale: float) -> str:
     color = _COLORS[work.kind][work.chunk % 2]
     words = f"stage {span.stage}, {work.kind} of microbatch {work.microbatch}, chunk {work.chunk}: "
     words += f"{span.start:.4f} to {span.end:.4f} s"
-    left, width = span.start * scale, max((span.end - span.start) * scale - 0.3, 0.2)
+    left = span.start * scale
+    width = max((span.end - span.start) * scale - 0.3, 0.2)
     top = span.stage * _ROW + 1
     return (
         f"<rect x='{left:.2f}' y='{top}' width='{width:.2f}' height='{_ROW - 2}' fill='{color}'>"

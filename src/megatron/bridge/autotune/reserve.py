@@ -87,7 +87,8 @@ def communicators(config: ConfigContainer, world_size: int) -> int:
     The world, data parallelism (tokens, gradients), the pipeline (token count) and the gradient norm have one each.
     """
     model: Any = config.model
-    tensor, context = model.tensor_model_parallel_size, model.context_parallel_size
+    tensor = model.tensor_model_parallel_size
+    context = model.context_parallel_size
     tied = model.share_embeddings_and_output_weights or model.mtp_num_layers
     ties_stages = model.pipeline_model_parallel_size > 1 and bool(tied)
     count = 3 + sum([tensor > 1, context > 1, ties_stages])
@@ -96,7 +97,8 @@ def communicators(config: ConfigContainer, world_size: int) -> int:
     count += 2 if config.ddp.num_distributed_optimizer_instances > 1 else 0
     if not model.num_moe_experts:
         return count + (world_size > 1)
-    expert, expert_tensor = model.expert_model_parallel_size, model.expert_tensor_ranks
+    expert = model.expert_model_parallel_size
+    expert_tensor = model.expert_tensor_ranks
     balances_bias = bool(model.moe_router_enable_expert_bias)
     count += 1 + sum([tensor * context > 1, balances_bias])
     count += sum([expert > 1, expert_tensor > 1, expert * expert_tensor > 1])

@@ -116,7 +116,9 @@ class RLSearch:
                 f"a sample has {job.lengths.max():,} tokens, more than --max-token-len {job.max_token_len} or "
                 f"--log-prob-max-token-len {job.log_prob_max_token_len}: raise it, or shorten the samples"
             )
-        self.job, self.world_size, self.card = job, world_size, card
+        self.job = job
+        self.world_size = world_size
+        self.card = card
         self._rows: dict[tuple[int, int, bool], int] = {}
         row = _of_row(config, job.max_token_len, world_size)
         self.search = Search(row, world_size, card, fixed={**fixed, "micro_batch": 1})
@@ -143,12 +145,14 @@ class RLSearch:
         key = (ranks, capacity, balance)
         if key not in self._rows:
             self._rows[key] = max(rows(self.job.lengths, *key))
-        count, group = self._rows[key], candidate.pipeline if candidate.virtual > 1 else 1
+        count = self._rows[key]
+        group = candidate.pipeline if candidate.virtual > 1 else 1
         return -(-count // group) * group
 
     def fits(self, price: Price) -> bool:
         """Return whether a GPU has memory for each of training, scoring and generation, with what stays on the GPU."""
-        memory, resident_parts = gpu(self.card).memory, set(OFFLOADS) - set(self.job.offload)
+        memory = gpu(self.card).memory
+        resident_parts = set(OFFLOADS) - set(self.job.offload)
         weights, gradients, optimizer = self.search.pricer.parts(price.candidate)
         models = 1 + self.job.critic
         frozen = weights * (self.job.reference and "reference" in resident_parts)
@@ -199,7 +203,8 @@ def _of_row(config: ConfigContainer, tokens: int, world_size: int) -> ConfigCont
 
 def settings(step: RLStep) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yield layout and token budgets as keys of verl and of NeMo-RL; verl counts tokens per context rank."""
-    job, candidate = step.job, step.price.candidate
+    job = step.job
+    candidate = step.price.candidate
     sizes: dict[str, Any] = {
         "tensor_model_parallel_size": candidate.tensor,
         "pipeline_model_parallel_size": candidate.pipeline,

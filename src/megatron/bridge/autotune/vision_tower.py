@@ -67,7 +67,8 @@ def tower_flops(tower: Any, tokens: int) -> float:
 
 def _make_image(tower: Any, tokens: int) -> dict[str, Tensor]:
     """Create one image of about ``tokens`` tokens, or the smallest image if all images have the same size."""
-    dtype, height = next(tower.parameters()).dtype, math.isqrt(tokens)
+    dtype = next(tower.parameters()).dtype
+    height = math.isqrt(tokens)
     width = -(-tokens // height)
     media = {name: value.cpu() for name, value in dummy_media(tower).items()}
     if grid := next((name for name in media if name.startswith("image_grid")), None):

@@ -126,7 +126,8 @@ def push_beside(root: Path) -> None:
     if url_of(root) is None:
         return
     for path in sorted(path for path in root.rglob("*") if path.is_file()):
-        name, note = path.relative_to(root).as_posix(), beside(path, ".pushed")
+        name = path.relative_to(root).as_posix()
+        note = beside(path, ".pushed")
         stamp = f"{path.stat().st_mtime_ns} {path.stat().st_size}"
         if not name.startswith(_NOT_UPLOADED) and not (
             note.is_file() and note.read_text() == stamp

@@ -65,7 +65,8 @@ def portable(error: BaseException | None) -> BaseException | None:
 
 def _on_node(reason: str | None) -> str | None:
     """The message with the name of this node if the job has others: only one of their disks may be full."""
-    ranks, name = distributed.world_size(), f" on node {socket.gethostname()}"
+    ranks = distributed.world_size()
+    name = f" on node {socket.gethostname()}"
     several = read_number("LOCAL_WORLD_SIZE", ranks) < ranks
     return f"{reason}{name}" if several and reason and not reason.endswith(name) else reason
 

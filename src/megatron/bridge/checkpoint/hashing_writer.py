@@ -141,7 +141,8 @@ def prepare_save(
     state: dict[str, Any], directory: Path, planner: SavePlanner, save_id: str
 ) -> PreparedSave:
     """Agree with all ranks on who writes which part of ``state``, as in torch's own save."""
-    writer, metadata = HashingWriter(directory, save_id), None
+    writer = HashingWriter(directory, save_id)
+    metadata = None
     first = distributed.rank() == 0
 
     def plan_mine() -> SavePlan:

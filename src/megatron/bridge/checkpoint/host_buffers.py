@@ -51,7 +51,8 @@ class HostBuffer:
             self._making = None
         sizes = [copy_size(tensor) for tensor in tensors]
         self._grow(sum(sizes))
-        copies, start = [], 0
+        copies = []
+        start = 0
         for tensor, size in zip(tensors, sizes, strict=True):
             memory = self._memory[start : start + tensor.nbytes]
             copies.append(_tensor_in_memory(tensor, memory).copy_(tensor, non_blocking=True))

@@ -78,10 +78,8 @@ class InplaceReader(FileSystemReader):
         )
 
     def _read_large(self, item: ReadItem, planner: LoadPlanner) -> None:
-        storage_info, target = (
-            self.storage_data[item.storage_index],
-            planner.resolve_tensor(item).detach(),
-        )
+        storage_info = self.storage_data[item.storage_index]
+        target = planner.resolve_tensor(item).detach()
         path = self.fs.concat_path(self.path, storage_info.relative_path)
         with self.fs.create_stream(path, "rb") as stream:
             part = self._slice_file(cast(Any, stream), storage_info)

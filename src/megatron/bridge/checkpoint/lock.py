@@ -126,7 +126,8 @@ def _claim_lock(root: Path) -> Path | None:
         return bucket.claim(
             root / NAME / f"{token}{_RECORD}", json.dumps(asdict(Process.current()))
         )
-    aside, name = root / f".{NAME}.{token}", f"{token}{_RECORD}"
+    aside = root / f".{NAME}.{token}"
+    name = f"{token}{_RECORD}"
     aside.mkdir(parents=True)
     try:
         (aside / name).write_text(json.dumps(asdict(Process.current())))
@@ -220,7 +221,8 @@ def _has_heartbeat(record: Path) -> bool:
         f"{record.parent} is held by a run elsewhere: waiting up to {PATIENCE:.0f} s for a sign of life",
         markup=False,
     )
-    before, until = _last_touch(record), time.monotonic() + PATIENCE
+    before = _last_touch(record)
+    until = time.monotonic() + PATIENCE
     while time.monotonic() < until:
         time.sleep(min(1.0, PATIENCE / 10))
         now = _last_touch(record)

@@ -68,7 +68,8 @@ class NvrxAsyncSaver(AsyncSaver):
             self._calls.maybe_finalize_async_calls(blocking=True, no_dist=True)
             self._calls.close()
         self._calls.close(abort=True)
-        self._calls, self._writing = None, None
+        self._calls = None
+        self._writing = None
         FileSystemWriterAsync.cleanup_tensor_caches()
 
 
@@ -81,7 +82,8 @@ class _NvrxWrite:
             FileSystemWriterAsync,
         )
 
-        self._calls, self._alive = calls, True
+        self._calls = calls
+        self._alive = True
         self._lost = False
         self._writer: Any = FileSystemWriterAsync(
             prepared.directory,
@@ -107,7 +109,8 @@ class _NvrxWrite:
             if not self._calls.get_num_unfinalized_calls():
                 self._alive = False
             elif not running:
-                self._alive, self._lost = False, True
+                self._alive = False
+                self._lost = True
         return self._alive
 
     def join(self, timeout: float | None = None) -> None:

@@ -99,9 +99,11 @@ def list_checkpoints(args: argparse.Namespace) -> int:
     if not root.is_dir():
         raise UserError(f"{root} is not a folder: give the folder of a run")
     try:
-        newest, trouble = paths.latest_iteration(root), None
+        newest = paths.latest_iteration(root)
+        trouble = None
     except manifest.DamagedError as error:
-        newest, trouble = None, str(error)
+        newest = None
+        trouble = str(error)
     iterations = paths.published_iterations(root)
     for iteration in iterations:
         directory = paths.iteration_dir(root, iteration)
@@ -212,7 +214,8 @@ def compare_checkpoints(args: argparse.Namespace) -> int:
 def _differences(first: Path, second: Path, values: bool) -> Iterator[str]:
     from megatron.bridge.checkpoint.inspection import list_tensors, read_tensors
 
-    first_tensors, second_tensors = list_tensors(first), list_tensors(second)
+    first_tensors = list_tensors(first)
+    second_tensors = list_tensors(second)
     yield from (f"only in {first}: {name}" for name in first_tensors if name not in second_tensors)
     yield from (f"only in {second}: {name}" for name in second_tensors if name not in first_tensors)
     both = [name for name in first_tensors if name in second_tensors]

@@ -183,7 +183,8 @@ def _measure(speaks: bool) -> None:
             text_format.say(line)
 
     say("\nmeasured:")
-    flops, peak = speed.matmul_flops() / 1e12, device_tflops()
+    flops = speed.matmul_flops() / 1e12
+    peak = device_tflops()
     share = "" if peak is None else f", {flops / peak:.0%} of the data sheet's {peak:,.0f}"
     shown = f"{flops:,.2f}" if flops >= 0.1 else f"{flops:.2g}"  # a small CPU has a thousandth
     say(f"matrix products in bf16: {shown} TFLOP/s{share}")

@@ -294,7 +294,8 @@ def _set_warmup(given: Mapping[str, Any], run: TrainerRun) -> None:
         source = "warmup_steps"
     warmup = given[source] if source else run.framework.defaults.get("warmup_steps")
     if warmup is None:  # a share by default
-        warmup, source = run.framework.defaults["warmup_ratio"], "warmup_ratio"
+        warmup = run.framework.defaults["warmup_ratio"]
+        source = "warmup_ratio"
         if "max_steps" in given:
             warmup = min(int(warmup * given["max_steps"]), _MOST_WARMUP)
         else:

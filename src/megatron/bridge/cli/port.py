@@ -45,11 +45,9 @@ def run(args: argparse.Namespace) -> int:
     os.environ["CUDA_VISIBLE_DEVICES"] = ""  # numbers are compared in float32 on the CPU
     config = _read_config(args.model)
     kind = config.model_type
-    bridge_file, test_file, recipe_file = (
-        f"{kind}_bridge.py",
-        f"test_{kind}.py",
-        f"{kind}_recipe.py",
-    )
+    bridge_file = f"{kind}_bridge.py"
+    test_file = f"test_{kind}.py"
+    recipe_file = f"{kind}_recipe.py"
     if args.output is not None:
         _refuse_existing_files(args.output, [bridge_file, test_file, recipe_file])
     from megatron.bridge.testing import draft

@@ -164,7 +164,8 @@ def run(args: argparse.Namespace) -> int:
     if args.fix_oom and args.explain is not None:
         raise UserError("--fix-oom and --explain cannot be used together: leave one out")
     if "=" in str(args.fix_oom):
-        args.overrides, args.fix_oom = [*args.overrides, args.fix_oom], True
+        args.overrides = [*args.overrides, args.fix_oom]
+        args.fix_oom = True
     for words in (
         args.fixed,
         args.explain or [],
@@ -172,7 +173,8 @@ def run(args: argparse.Namespace) -> int:
     ):  # these options take all words up to the next option
         args.overrides += [word for word in words if "." in word.partition("=")[0]]
         words[:] = [word for word in words if word not in args.overrides]
-    is_rl, args.mode = args.mode == "rl", None if args.mode == "rl" else args.mode
+    is_rl = args.mode == "rl"
+    args.mode = None if args.mode == "rl" else args.mode
     if args.calibrated and not args.ledger:
         raise UserError(
             "--calibrated needs measured runs: add --ledger DIR, or leave --calibrated out"
@@ -558,7 +560,8 @@ def _page(job: TrainJob, search: "Search", results: "Found") -> str:
     from megatron.bridge.autotune.report import page, scatter, table
     from megatron.bridge.autotune.search.explain import pareto
 
-    best, front = results.best[0], pareto(results.best)
+    best = results.best[0]
+    front = pareto(results.best)
     further = [price for price in results.best if price not in front]
     points = [
         (price.fullest / 1e9, price.seconds, price.candidate.label())

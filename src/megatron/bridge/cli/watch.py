@@ -130,7 +130,8 @@ def sparkline(values: Sequence[float], width: int) -> str:
     ]
     means = [sum(values[start:end]) / (end - start) for start, end in pairwise(edges)]
     finite = [mean for mean in means if isfinite(mean)]
-    minimum, maximum = min(finite, default=0.0), max(finite, default=0.0)
+    minimum = min(finite, default=0.0)
+    maximum = max(finite, default=0.0)
     return "".join(_bar(mean, minimum, maximum) for mean in means)
 
 

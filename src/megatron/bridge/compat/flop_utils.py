@@ -11,7 +11,8 @@ def num_floating_point_operations(cfg: Any, batch_size: int = 1) -> float:
 
     They are counted on an outline of the model, once for each ``cfg.model.seq_length``, the tokens of a sequence.
     """
-    model, length = cfg.model, cfg.model.seq_length
+    model = cfg.model
+    length = cfg.model.seq_length
     counted = vars(model).setdefault("_flops_per_token", {})
     if length not in counted:
         counted[length] = flops_per_token(model.meta_model(), length)

@@ -25,7 +25,8 @@ class DistributedSignalHandler:
     def __enter__(self) -> Self:
         self._signal_received = False
         if threading.current_thread() is threading.main_thread():
-            self._before, self.released = signal.signal(self.sig, self._note), False
+            self._before = signal.signal(self.sig, self._note)
+            self.released = False
         return self
 
     def _note(self, signum: int, frame: FrameType | None) -> None:

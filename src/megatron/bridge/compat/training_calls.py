@@ -71,7 +71,8 @@ def create_peft_pre_wrap_hook(
 
     Those whose factors are both zero, as a reference model has them, cannot be trained, and are frozen.
     """
-    source, peft = cfg.checkpoint.pretrained_checkpoint, cfg.peft
+    source = cfg.checkpoint.pretrained_checkpoint
+    peft = cfg.peft
     if peft is None or source is None:
         raise UserError(
             f"peft={peft}, checkpoint.pretrained_checkpoint={source}: adapters need a method and a base, set both"

@@ -146,7 +146,8 @@ class _LocatedSamples(Dataset[LocatedSample]):
 
 def collate(samples: list[LocatedSample]) -> tuple[list[int], Batch]:
     """The indices of the samples, and one batch. Other keys, such as ``dataset_id`` of a blend, are dropped."""
-    ids, rows = [index for index, _ in samples], [row for _, row in samples]
+    ids = [index for index, _ in samples]
+    rows = [row for _, row in samples]
     if "cu_seqlens" in rows[0]:
         return ids, _concatenate_rows(rows) | _collect_media(rows)
     # before the sequence: positions may have three axes in front
@@ -301,7 +302,8 @@ def make_iterator(
             global_batch_size=global_size,
         )
 
-    workers, read_ahead = config.num_workers * prefetch, config.read_ahead and prefetch
+    workers = config.num_workers * prefetch
+    read_ahead = config.read_ahead and prefetch
     return BatchIterator(dataset, make_sampler, workers, read_ahead, vocab_size)
 
 

@@ -273,7 +273,8 @@ def encode_beginning(hf: "PreTrainedTokenizerBase", text: str) -> list[int]:
 
 def appended_tokens(hf: "PreTrainedTokenizerBase") -> list[int]:
     """The special tokens that the tokenizer puts behind a text."""
-    plain, special = hf.encode("a", add_special_tokens=False), hf.encode("a")
+    plain = hf.encode("a", add_special_tokens=False)
+    special = hf.encode("a")
     for start in range(len(special) - len(plain) + 1):
         if special[start : start + len(plain)] == plain:
             return special[start + len(plain) :]

@@ -91,7 +91,8 @@ def add_adapters(
         add(Path(path))
         for chunk in bare_chunks(list(chunks)):
             info = chunk_info(chunk)
-            method, info.peft = info.peft, None
+            method = info.peft
+            info.peft = None
             if not isinstance(method, LowRankPEFT) or method.modules_to_save:
                 raise UserError(
                     f"adapter {name} replaces complete layers: merge it, or load it alone with --adapter"

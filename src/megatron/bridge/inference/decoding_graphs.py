@@ -26,7 +26,9 @@ class DecodingGraphs:
     """The graphs of one model by number of rows; ``longest`` is the maximum length of a text."""
 
     def __init__(self, chunk: nn.Module, state: DecodingState, longest: int) -> None:
-        self._chunk, self._state, self._longest = chunk, state, longest
+        self._chunk = chunk
+        self._state = state
+        self._longest = longest
         self._graphs: dict[int, _Graph] = {}
         self._pool: Any = None
 

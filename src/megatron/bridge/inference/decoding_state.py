@@ -206,7 +206,7 @@ class DecodingState:
         )
 
     def _select_rows(self, module: Any, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        """Select the hidden states of the rows whose logits are needed; most rows of a prompt are not needed."""
+        """Keep the hidden states whose logits are needed, with padding: a hook before the output layer."""
         hidden, *other_args = args
         if module.config.sequence_parallel and module.tp_group.size() > 1:
             hidden = tensor_parallel.gather_from_sequence_parallel_region(
@@ -220,7 +220,8 @@ class _Changes(ExitStack):
 
     def set(self, instance: Any, name: str, value: Any) -> None:
         """Set an attribute of the instance; closing restores the old value, or removes the attribute if it was new."""
-        had, old = name in vars(instance), vars(instance).get(name)
+        had = name in vars(instance)
+        old = vars(instance).get(name)
         object.__setattr__(instance, name, value)
         self.callback(
             lambda: (
@@ -277,7 +278,8 @@ class _Angles:
     """Replacement for the forward pass of a rotary embedding: multiplies positions by the angles of position 1."""
 
     def __init__(self, module: Any, state: DecodingState) -> None:
-        self._module, self._state = module, state
+        self._module = module
+        self._state = state
         self._step: DecodingStep | None = None
         self._found: Any = None
         self._unit: tuple[Tensor, float | None] | None = None
@@ -360,7 +362,9 @@ class Kept:
 def _attention_cache(layer: Any, core: TorchAttention, rings: bool, replaces: Any = None) -> Kept:
     if not rings or core.window_size is None:
         return _plain_cache(core, _cache_shape(layer), replaces)
-    length, shape, dtype = core.window_size[0] + 1, _cache_shape(layer), core.config.params_dtype
+    length = core.window_size[0] + 1
+    shape = _cache_shape(layer)
+    dtype = core.config.params_dtype
     size = length * AttentionCache.bytes_per_token(*shape, dtype)
     make: Any = lambda _, requests, device: WindowCache(requests, length, *shape, dtype, device)  # noqa: E731
     return Kept((core,), make, per_request=size, replaces=replaces)

@@ -114,17 +114,20 @@ class Detokenizer:
             return ""
         self._held += new
         if len(self._ids) <= self._min_tokens:
-            piece, self._held = self._held, ""
+            piece = self._held
+            self._held = ""
             self.text += piece
             return piece
         ends = [position for text in self._stop if (position := self._held.find(text)) >= 0]
         if ends:
             self.stopped = True
-            piece, self._held = self._held[: min(ends)], ""
+            piece = self._held[: min(ends)]
+            self._held = ""
         else:
             keep = 0 if final else self._possible_stop()
             cut = len(self._held) - keep
-            piece, self._held = self._held[:cut], self._held[cut:]
+            piece = self._held[:cut]
+            self._held = self._held[cut:]
         self.text += piece
         return piece
 
@@ -399,7 +402,8 @@ class Engine(AbstractContextManager["Engine"]):
         return outputs, jobs
 
     def _output_of_job(self, job: InferenceJob, row: int, target: int | None) -> RowOutput:
-        sampling, completion = job.sampling, job.completion
+        sampling = job.sampling
+        completion = job.completion
         excluded_ids: tuple[int, ...] = ()
         if len(completion.tokens) < sampling.min_new_tokens:
             ends = () if sampling.ignore_eos else self.config.ends
@@ -433,7 +437,8 @@ class Engine(AbstractContextManager["Engine"]):
         self._end_or_go_on(job, token)
 
     def _end_or_go_on(self, job: InferenceJob, token: int) -> None:
-        sampling, text = job.sampling, job.text
+        sampling = job.sampling
+        text = job.text
         if token in sampling.stop_ids or (token in self.config.ends and not sampling.ignore_eos):
             self._finish(job, "stop")
             return
@@ -464,10 +469,8 @@ class Engine(AbstractContextManager["Engine"]):
 def _find_limits(chunks: Sequence[nn.Module], config: EngineConfig, reuses: bool) -> Limits:
     """Return the limits that fit into the memory of every rank."""
     cache_specs = decoding_state.Kept.of(chunks, config.window_rings)
-    bytes_per_token, states = (
-        sum(spec.per_token for spec in cache_specs),
-        sum(spec.per_request for spec in cache_specs),
-    )
+    bytes_per_token = sum(spec.per_token for spec in cache_specs)
+    states = sum(spec.per_request for spec in cache_specs)
     largest_tokens = config.max_requests * -(-config.max_context // 16) * 16
     free_memory = config.kv_memory - config.max_requests * states
     tokens = (
@@ -478,7 +481,8 @@ def _find_limits(chunks: Sequence[nn.Module], config: EngineConfig, reuses: bool
     if dist.is_initialized() and dist.get_world_size() > 1:  # all ranks must make the same plans
         smallest = torch.tensor([tokens, -states], device=torch.cuda.current_device())
         dist.all_reduce(smallest, dist.ReduceOp.MIN)
-        tokens, states = int(smallest[0]), -int(smallest[1])
+        tokens = int(smallest[0])
+        states = -int(smallest[1])
     if tokens < 32:
         raise UserError(
             f"kv_memory={config.kv_memory} holds {max(tokens, 0)} tokens in addition to the states of "

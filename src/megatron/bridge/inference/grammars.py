@@ -172,7 +172,9 @@ class Grammars:
     """
 
     def __init__(self, hf: Any, vocabulary: int, ends: frozenset[int]) -> None:
-        self._hf, self._vocabulary, self._ends = hf, vocabulary, ends
+        self._hf = hf
+        self._vocabulary = vocabulary
+        self._ends = ends
         self._compiled: dict[str, Any] = {}
 
     def check(self, grammar: str) -> None:
@@ -229,7 +231,8 @@ class GrammarMatcher:
     """The position of one completion in its grammar; compiled where tokens are sampled."""
 
     def __init__(self, grammars: Grammars, grammar: str) -> None:
-        self._grammars, self._grammar = grammars, grammar
+        self._grammars = grammars
+        self._grammar = grammar
         self._matcher: Any = None
         self._read = 0  # number of tokens of the completion that the matcher has read
 
@@ -240,7 +243,8 @@ class GrammarMatcher:
             GrammarFailedError: the grammar is too complex for the completion.
         """
         if self._matcher is None or len(tokens) < self._read:
-            self._matcher, self._read = self._grammars.make_matcher(self._grammar), 0
+            self._matcher = self._grammars.make_matcher(self._grammar)
+            self._read = 0
         new_tokens = list(tokens[self._read :])
         self._read = len(tokens)
         if new_tokens:

@@ -144,16 +144,15 @@ class LLM:
         same = {name: options[name] for name in _ENGINE}
         same["rows"] = same["rows"] or (8192 if has_cuda() else 1024)
         config = EngineConfig(context, model.vocabulary, frozenset(ends), pack=True, **same)
-        self.reader, self.max_context, self.declared_ends = (
-            reader,
-            context,
-            declared_ends(model.folder),
-        )
+        self.reader = reader
+        self.max_context = context
+        self.declared_ends = declared_ends(model.folder)
         pixels = reader.pixels if model.media else None
         engine = Engine(model.chunks, config, model.hf, model.adapters, pixels)
         self.engine = self._cleanup.enter_context(engine)
         allocator.trim()  # packing has freed the weights as they were read
-        self._bridge, self._chunks = model.bridge, model.chunks
+        self._bridge = model.bridge
+        self._chunks = model.chunks
 
     @property
     def hf(self) -> Any:

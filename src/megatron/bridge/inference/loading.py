@@ -93,7 +93,8 @@ def load(
         if folder is not None and not hub.is_peft_adapter(folder):
             paths.resolve(folder)
     source = _Source.of(path, sizes, trust_remote_code, leaves_out_adapter)
-    provider, bridge = source.provider, source.bridge
+    provider = source.provider
+    bridge = source.bridge
     _set_head(path, provider, head, with_head)
     used = tokenizer or (tokenizer_of(path) if bridge is None else None)
     hf = _load_tokenizer(source.folder, used, trust_remote_code)

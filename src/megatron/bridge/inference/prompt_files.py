@@ -130,7 +130,8 @@ class CompletionFile:
     """
 
     def __init__(self, path: Path, lines: Sequence[PromptLine], settings: str = "") -> None:
-        self.path, self._settings = path, settings
+        self.path = path
+        self._settings = settings
         try:
             old = path.read_bytes() if path.exists() else b""
             complete_lines = old[: old.rfind(b"\n") + 1]

@@ -173,7 +173,9 @@ class PromptReader:
         share: tuple[int, int] = (0, 1),
         max_context: int | None = None,
     ) -> None:
-        self.hf, self.media, self.max_context = hf, media, max_context
+        self.hf = hf
+        self.media = media
+        self.max_context = max_context
         self.template = template or (chat_template(media.processor_path) if media else None)
         self._share = share
 

@@ -43,7 +43,8 @@ class Runner:
         pixels: Pixels | None = None,
         graphs: DecodingGraphs | None = None,
     ) -> None:
-        self._chunks, self._adapters = chunks, adapters
+        self._chunks = chunks
+        self._adapters = adapters
         self._state = state
         self._vocabulary = vocabulary
         self._pixels = pixels
@@ -129,7 +130,8 @@ class Runner:
         if images is None or self._stages.rank() > 0:
             return None
         assert self._pixels is not None, "Engine.check has refused images"
-        device, dtype = self._state.device, self._config.params_dtype
+        device = self._state.device
+        dtype = self._config.params_dtype
         tensors = self._pixels(images.references)
         return {
             name: tensor.to(device, dtype) if tensor.is_floating_point() else tensor
@@ -138,7 +140,8 @@ class Runner:
 
     def _forward(self, ids: Tensor, step: DecodingStep, inputs: dict[str, Any]) -> Tensor | None:
         """Return the logits [1, rows, vocabulary] on the last stage, and None on the others."""
-        first, last = self._stages.rank() == 0, self._stages.rank() == self._stages.size() - 1
+        first = self._stages.rank() == 0
+        last = self._stages.rank() == self._stages.size() - 1
         output: Tensor | None = None
         for index, chunk in enumerate(self._chunks):
             if not (first and index == 0):

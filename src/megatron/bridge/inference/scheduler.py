@@ -49,7 +49,8 @@ class Arena:
 
     def grow(self, start: int, count: int) -> bool:
         """Extend the range at ``start`` to ``count`` tokens if the tokens after it are free."""
-        length, new_length = self._taken[start], rounded(count)
+        length = self._taken[start]
+        new_length = rounded(count)
         end = start + length
         index = bisect_left(self._holes, (end, 0))
         missing = new_length - length
@@ -124,7 +125,9 @@ class ScheduledText:
         """Return whether the next token exceeds ``switch``, so that the full text must be recomputed."""
         if self.switch is None or self.long or self.computed < self.switch:
             return False
-        self.long, self.chunked, self.computed = True, self.computed, 0
+        self.long = True
+        self.chunked = self.computed
+        self.computed = 0
         return True
 
     @property
@@ -326,12 +329,15 @@ class Scheduler:
         donor, shared = self._donor(text)
         extent = self._take(size, donor)
         if extent is None and donor is not None:  # there is no room in addition to the donor
-            donor, shared = None, 0
+            donor = None
+            shared = 0
             extent = self._take(size, None)
         if extent is None:
             return False
         self.waiting.popleft()
-        text.extent, text.slot, text.computed = extent, self._slots.pop(), shared
+        text.extent = extent
+        text.slot = self._slots.pop()
+        text.computed = shared
         if self.limits.reuses:
             self.prefix_queries += text.prompt_length
             self.prefix_hits += shared
@@ -384,10 +390,12 @@ class Scheduler:
         self.running.remove(text)
         self._slots.append(text.slot)
         self._release(text)
-        text.slot, text.computed = None, 0
+        text.slot = None
+        text.computed = 0
         self.waiting.appendleft(text)
         remaining_work = [work for work in plan.work if work.text is not text]
-        plan.work, plan.rows = [], 0
+        plan.work = []
+        plan.rows = 0
         for work in remaining_work:
             self._append(plan, work.text, work.start, work.count)
 

@@ -227,7 +227,8 @@ def _send_pieces(
 def _converse_with_parent(
     llm: Any, pipe: Any, rank: int, function: Callable[..., Any], args: tuple[Any, ...]
 ) -> None:
-    lock, over = threading.Lock(), threading.Event()
+    lock = threading.Lock()
+    over = threading.Event()
 
     def send(kind: str, value: Any = None) -> None:
         with lock:

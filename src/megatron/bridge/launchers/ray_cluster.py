@@ -20,7 +20,8 @@ from megatron.bridge.utils.processes import free_port
 def launch(options: LaunchOptions) -> int:
     """Run until the end, as a driver of the cluster at ``RAY_ADDRESS``."""
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # `ray job stop` sends it
-    cpus, gpus = options.devices, 0 if options.cpu else options.devices
+    cpus = options.devices
+    gpus = 0 if options.cpu else options.devices
     tasks: list[Any] = []
     try:
         ray.init(

@@ -405,10 +405,8 @@ class GPTModelProvider(FeatureFields, DecoderFields, ModelProvider):
 
 def pad_query_groups(provider: Any) -> int | None:
     """Pad heads where tensor parallelism cannot share the query groups; their number without padding, else None."""
-    heads, groups = (
-        provider.num_attention_heads,
-        provider.num_query_groups or provider.num_attention_heads,
-    )
+    heads = provider.num_attention_heads
+    groups = provider.num_query_groups or provider.num_attention_heads
     ranks = provider.tensor_model_parallel_size
     # Megatron-Core replicates fewer groups than ranks, provided that the numbers divide
     if not (groups % ranks and (ranks % groups or heads % ranks)):

@@ -99,7 +99,8 @@ class HeterogeneousModelProvider(GPTModelProvider):
             part: _size_of_part(f"{location}.{part}", block[part], key)
             for part, key in (("attention", "n_heads_in_group"), ("ffn", "ffn_mult"))
         }
-        heads, mult = sizes["attention"], sizes["ffn"]
+        heads = sizes["attention"]
+        mult = sizes["ffn"]
         if heads is not None and (heads < 1 or self.num_attention_heads % heads):
             raise UserError(
                 f"{location}.attention.n_heads_in_group={heads} does not divide num_attention_heads="
@@ -124,7 +125,8 @@ class HeterogeneousModelProvider(GPTModelProvider):
                 f"block_configs[{index}] has replace_with_linear, which fails under sequence_parallel with "
                 "backend='transformer_engine': set model.backend='torch', or model.sequence_parallel=False"
             )
-        ranks, groups = self.tensor_model_parallel_size, block.attention.num_query_groups
+        ranks = self.tensor_model_parallel_size
+        groups = block.attention.num_query_groups
         if groups is not None and groups % ranks and ranks % groups:
             raise UserError(
                 f"tensor_model_parallel_size={ranks} neither divides nor is a multiple of the {groups} groups of "

@@ -162,8 +162,10 @@ class MambaModelProvider(GPTModelProvider):
         """Each rank gets complete groups of heads; context parallelism may cut a group."""
         if MAMBA not in self.layer_kinds:
             return
-        ranks, parts = self.tensor_model_parallel_size, self.context_parallel_size
-        heads, groups = self.mamba_heads, self.mamba_num_groups
+        ranks = self.tensor_model_parallel_size
+        parts = self.context_parallel_size
+        heads = self.mamba_heads
+        groups = self.mamba_num_groups
         if heads % groups:
             raise UserError(f"mamba_num_groups={groups} does not divide mamba_num_heads={heads}")
         if groups % ranks:

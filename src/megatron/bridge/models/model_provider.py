@@ -347,7 +347,9 @@ class ModelProvider(TransformerConfig):
         self._ensure_groups()
         # parameters have the same names and shapes under any backend; this one leaves the device to the context
         plain = copy.copy(self.declared)
-        plain.backend, plain.use_cpu_initialization, plain.cuda_graph_impl = "torch", True, "none"
+        plain.backend = "torch"
+        plain.use_cpu_initialization = True
+        plain.cuda_graph_impl = "none"
         config = plain.resolved()
         config.perform_initialization = False  # there are no values, and it took most of the time
         config._declared = self.declared
@@ -366,14 +368,16 @@ def get_model(
 ) -> list[MegatronModule]:
     """``provide_distributed_model`` without the hooks that are registered: only those given are called."""
     bare = copy.copy(model_provider)
-    bare._pre_wrap_hooks, bare._post_wrap_hooks = [], []
+    bare._pre_wrap_hooks = []
+    bare._post_wrap_hooks = []
     # another copy, because Megatron-Core writes the bucket size into the config
     return bare.provide_distributed_model(copy.copy(ddp_config), model_type=model_type, **options)
 
 
 def _check_layout(config: Any) -> None:
     """Refuse parallel sizes that do not divide what they shard; Megatron-Core's assertions mostly name no setting."""
-    tensor, frequency = "tensor_model_parallel_size", config.moe_layer_freq
+    tensor = "tensor_model_parallel_size"
+    frequency = config.moe_layer_freq
     cuts = {"num_moe_experts": "expert_model_parallel_size"}
     if config.num_moe_experts:
         cuts |= {

@@ -104,10 +104,8 @@ class PEFT:
         self._refuse_nothing(chunks)
         for chunk in chunks:
             info = chunk_info(chunk)
-            info.peft, info.trained = (
-                self,
-                frozenset(name for name, _ in _trainable_parameters(chunk)),
-            )
+            info.peft = self
+            info.trained = frozenset(name for name, _ in _trainable_parameters(chunk))
             let_gradients_start(chunk)
             if not training:
                 chunk.requires_grad_(False)

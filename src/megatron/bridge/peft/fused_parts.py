@@ -39,7 +39,8 @@ def rows_of(site: Site) -> dict[str, int]:
 
 def _projected_roles(site: Site) -> str:
     """The roles of ``qkv`` that a layer projects: some layers have no separate keys or values."""
-    config, rows = site.config, site.weights[0].shape[0] * site.group.size()
+    config = site.config
+    rows = site.weights[0].shape[0] * site.group.size()
     return "qkv"[
         : 1 + (rows // config.kv_channels - config.num_attention_heads) // config.num_query_groups
     ]
@@ -51,7 +52,8 @@ def check_queries(site: Site) -> None:
             f"peft.target_modules: the queries of {site.name} come with gates that cannot be adapted apart: name "
             "linear_qkv with peft=LoRA, which adapts queries, keys and values together"
         )
-    groups, ranks = site.config.num_query_groups, site.group.size()
+    groups = site.config.num_query_groups
+    ranks = site.group.size()
     if groups < ranks:
         raise UserError(
             f"peft.target_modules: model.tensor_model_parallel_size={ranks} cuts the {groups} groups of heads of "

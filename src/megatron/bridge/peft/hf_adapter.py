@@ -243,7 +243,8 @@ def _make_method(
         _target_name(placed_module, fused): peft_format.rank_and_alpha(config, placed_module.module)
         for placed_module in placed
     }
-    rank, alpha = config["r"], config["lora_alpha"]
+    rank = config["r"]
+    alpha = config["lora_alpha"]
     return kind(
         target_modules=list(values),
         modules_to_save=list(dict.fromkeys(placed_module.layer for placed_module in saved)),

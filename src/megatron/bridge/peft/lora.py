@@ -344,7 +344,8 @@ class LoRAMerge:
                     weight.copy_(value)
                 layers.detach(module)
             info = chunk_info(chunk)
-            info.peft, info.trained = None, frozenset()
+            info.peft = None
+            info.trained = frozenset()
             chunk.requires_grad_(training)
         return model
 
@@ -360,7 +361,8 @@ def rounding_loss(model: Sequence[nn.Module], dtype: torch.dtype | None = None) 
         model: The chunks of the model.
         dtype: What the sums are rounded to; None is the dtype of each weight.
     """
-    lost, effect = 0.0, 0.0
+    lost = 0.0
+    effect = 0.0
     for chunk in bare_chunks(model):
         for module in layers.adapted(chunk):
             weights = module.adapted_site.weights

@@ -152,10 +152,12 @@ class LowRank(nn.Module):
         if pre:
             x = self._dropped(x, differ=self.kind == "row" or self.sequence_parallel)
         if counts is None:
-            a, b = self.a.to(x.dtype), self.b.to(x.dtype)
+            a = self.a.to(x.dtype)
+            b = self.b.to(x.dtype)
             delta = F.linear(self._exchanged(F.linear(x, a)), _rows_in_order(b, self.halves))
         else:
-            a, b = self._summed_grads(self.a, "row"), self._summed_grads(self.b, "column")
+            a = self._summed_grads(self.a, "row")
+            b = self._summed_grads(self.b, "column")
             delta = _per_expert(_per_expert(x, a, counts), _rows_in_order(b, self.halves), counts)
         delta = delta * self.shape.scaling
         if pre:
@@ -238,7 +240,8 @@ class LowRank(nn.Module):
     def _sharded(
         self, key: str, parameter: nn.Parameter, offsets: tuple, metadata: dict
     ) -> ShardedTensor:
-        first, cuts = len(offsets), list(offsets)
+        first = len(offsets)
+        cuts = list(offsets)
         if self.experts is not None:
             ranks = parallel_state.get_expert_model_parallel_world_size()
             cuts.append((first, parallel_state.get_expert_model_parallel_rank(), ranks))

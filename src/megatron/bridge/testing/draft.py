@@ -260,10 +260,8 @@ class BridgeDraft:
     @property
     def unread(self) -> dict[str, tuple[Any, ...]]:
         """Keys that nothing reads, or that a default of transformers contradicts, with their values."""
-        both, defaults = (
-            (self.source_config.to_dict(), self.config),
-            type(self.source_config)().to_dict(),
-        )
+        both = (self.source_config.to_dict(), self.config)
+        defaults = type(self.source_config)().to_dict()
         checked = [
             key
             for key, values in self.parent.irrelevant.items()
@@ -317,7 +315,8 @@ class BridgeDraft:
         """What reads a key: the group that covers most unclaimed keys, or another family's field."""
         if key in _PLAIN:
             return f"Field({key!r}, {_PLAIN[key]!r})"
-        groups, free = vocabulary.field_groups(), {*self.unclaimed}
+        groups = vocabulary.field_groups()
+        free = {*self.unclaimed}
         for name in sorted(
             vocabulary.groups_with(key), key=lambda group: -len(groups[group])
         ):  # the largest first
@@ -445,7 +444,8 @@ class BridgeDraft:
     @property
     def source(self) -> str:
         """The text of a module that registers the bridge."""
-        name, parent = self.architecture.removesuffix("ForCausalLM"), self.parent.__name__
+        name = self.architecture.removesuffix("ForCausalLM")
+        parent = self.parent.__name__
         drop = tuple(dict.fromkeys(f.hf for f in self.parent.fields if f not in self.kept))
         parent_fields = (
             f"(f for f in {parent}.fields if f.hf not in {drop!r})" if drop else f"{parent}.fields"

@@ -266,10 +266,8 @@ def numbers_and_bytes_of(
     """The same of a model that was built; its weights are its gradients afterwards."""
     bridge.save_hf_pretrained(model, output, show_progress=False)
     problems = different_files(case, output)
-    rank, size = (
-        parallel_state.get_data_parallel_rank(),
-        parallel_state.get_data_parallel_world_size(),
-    )
+    rank = parallel_state.get_data_parallel_rank()
+    size = parallel_state.get_data_parallel_world_size()
     ids, labels = (part[rank::size] for part in case.batch)
     logits = forward_backward(model, ids, labels)
     if logits is not None:
@@ -383,7 +381,8 @@ def different_tensors(source: Mapping[str, Tensor], exported: Mapping[str, Tenso
     problems = [f"{name} is missing" for name in sorted(source.keys() - exported.keys())]
     problems += [f"{name} is new" for name in sorted(exported.keys() - source.keys())]
     for name in sorted(source.keys() & exported.keys()):
-        source_tensor, exported_tensor = source[name], exported[name]
+        source_tensor = source[name]
+        exported_tensor = exported[name]
         if (source_tensor.shape, source_tensor.dtype) != (
             exported_tensor.shape,
             exported_tensor.dtype,

@@ -38,7 +38,8 @@ def distill(config: AnyConfig, callbacks: Callbacks | None = None) -> Run:
             "distill is not set: set distill.teacher and the weights of its losses, or use pretrain"
         )
     resolved = resolve_run(config)
-    student, settings = resolved.config, cast(DistillConfig, resolved.config.distill)
+    student = resolved.config
+    settings = cast(DistillConfig, resolved.config.distill)
     own_callbacks: list[Callback] = []
     if settings.cache is not None:
         cache = open_cache(student)
@@ -47,10 +48,8 @@ def distill(config: AnyConfig, callbacks: Callbacks | None = None) -> Run:
             CachedTargets(cache),
         ]
     else:
-        provider, name = (
-            teacher_provider(student, distributed.world_size()),
-            cast(str, settings.teacher),
-        )
+        provider = teacher_provider(student, distributed.world_size())
+        name = cast(str, settings.teacher)
         student.model.register_pre_wrap_hook(partial(_attach, provider, student))
         own_callbacks.append(SameTeacher(name, identity(name)))
     return pretrain(resolved, forward_step, CallbackManager([*own_callbacks, *(callbacks or ())]))
@@ -78,7 +77,8 @@ class SameTeacher(Callback):
 
 def _attach(provider: Any, config: ConfigContainer, chunks: list[MegatronModule]) -> None:
     """Attach the teacher and the projections of hidden states to the student's new ``chunks``."""
-    distill, start = config.distill, config.checkpoint.pretrained_checkpoint
+    distill = config.distill
+    start = config.checkpoint.pretrained_checkpoint
     assert distill is not None, "distill is not set"
     teachers = load_teacher(provider)
     bind(chunks, teachers, distill.hidden_layers)

@@ -68,7 +68,8 @@ def pair_losses(
 
 
 def _losses(margin: Tensor, settings: DPOConfig) -> Tensor:
-    beta, smoothing = settings.beta, settings.label_smoothing
+    beta = settings.beta
+    smoothing = settings.label_smoothing
     match settings.loss_type:
         case "sigmoid":
             return (
@@ -109,7 +110,8 @@ class PreferenceStep:
         On the last stage the tensor is the loss of each token, [1, tokens of this context-parallel rank].
         """
         assert run.config.dpo is not None, "dpo is not set"
-        batch, pair = next_batch(data_iterator), student_teacher.pair_of(model)
+        batch = next_batch(data_iterator)
+        pair = student_teacher.pair_of(model)
         assert pair is not None, "no reference is attached to the model: call training.dpo.dpo"
         policy_output, reference_output = pair.run(
             model, {**model_inputs(batch, model), "labels": batch["labels"]}
@@ -168,7 +170,8 @@ class KTOLoss(PreferenceLoss):
         desirable = sum_by_answer(self.batch, self.batch["desirable"].view(-1))[0::2] > 0
         kl = kl_estimate(mismatched.detach())
         losses = kto_losses(ratios, desirable, kl, self.settings)
-        rewards, every = self.settings.beta * ratios.detach(), torch.ones_like(ratios)
+        rewards = self.settings.beta * ratios.detach()
+        every = torch.ones_like(ratios)
         values = {
             KTO_LOSS: (losses.detach(), every),
             "kl": (kl, every),
@@ -279,7 +282,8 @@ def attach_model(provider: GPTModelProvider, chunks: list[MegatronModule]) -> No
 def attach_base(config: ConfigContainer, chunks: list[MegatronModule]) -> None:
     """Make each new chunk, without the adapters that it will have, its own reference."""
     for chunk in chunks:
-        size, peft = student_teacher.width(chunk), cast(LoRA, config.peft)
+        size = student_teacher.width(chunk)
+        peft = cast(LoRA, config.peft)
         sizes = {"student": size, "teacher": size}
         chunk_info(chunk).student_teacher = AdaptersOff(
             chunk, chunk, (), {}, exchange.stage(), cast(Any, sizes), peft=peft
@@ -303,7 +307,8 @@ def dpo(config: AnyConfig, callbacks: Callbacks | None = None) -> Run:
         )
     check_tokenizer(given)
     resolved = resolve_run(config)
-    name, own_callbacks = reference_of(resolved.config), list[Callback]()
+    name = reference_of(resolved.config)
+    own_callbacks = list[Callback]()
     if name is None:
         attach = partial(attach_base, resolved.config)
     else:

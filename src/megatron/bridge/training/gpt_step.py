@@ -114,7 +114,8 @@ def packed_parameters(batch: dict[str, Any]) -> PackedSeqParams:
 
     Padding after a sample counts as part of it: attention is causal, so no trained token attends to it.
     """
-    bounds, longest = batch["cu_seqlens"], batch["max_seqlen"]
+    bounds = batch["cu_seqlens"]
+    longest = batch["max_seqlen"]
     return PackedSeqParams(
         qkv_format="thd",
         cu_seqlens_q=bounds,

@@ -29,7 +29,8 @@ def forward_step(
     context-parallel rank, classes or hidden size]; the loss is ``classification_loss``, with one label ``reward_loss``,
     of an embedding model ``contrastive_loss``.
     """
-    batch, config = next_batch(data_iterator), get_model_config(model)
+    batch = next_batch(data_iterator)
+    config = get_model_config(model)
     assert isinstance(config, GPTModelProvider), "the model was not built by a provider"
     return model(**model_inputs(batch, model)), partial(_loss_of(config), batch)
 
@@ -50,7 +51,8 @@ def classification_loss(batch: dict[str, Any], scores: Tensor) -> Loss:
     sequence, classes].
     """
     mask = batch["loss_mask"].view(-1) > 0
-    labels, chosen = batch["labels"].view(-1)[mask], scores.flatten(0, 1)[mask].float()
+    labels = batch["labels"].view(-1)[mask]
+    chosen = scores.flatten(0, 1)[mask].float()
     losses = F.cross_entropy(chosen, labels, reduction="none")
     count = mask.sum()
     right = (chosen.argmax(-1) == labels).sum()
@@ -66,7 +68,8 @@ def reward_loss(batch: dict[str, Any], scores: Tensor) -> Loss:
     ``batch`` has rows of ``PairRows``; ``scores`` are [1, tokens of this context-parallel rank, 1].
     """
     scores_at_end = last_token(batch, scores)[:, 0]
-    chosen, rejected = scores_at_end[0::2], scores_at_end[1::2]
+    chosen = scores_at_end[0::2]
+    rejected = scores_at_end[1::2]
     losses = -F.logsigmoid(chosen - rejected)
     return sum_of_pairs(
         losses,
@@ -106,7 +109,8 @@ def last_token(batch: dict[str, Any], values: Tensor) -> Tensor:
 
 def mean_of_tokens(batch: dict[str, Any], values: Tensor) -> Tensor:
     """The mean of ``values`` [1, tokens, n] over the tokens of each text, [texts, n], without its padding."""
-    positions, mask = batch["position_ids"].view(-1).float(), batch["loss_mask"].view(-1).float()
+    positions = batch["position_ids"].view(-1).float()
+    mask = batch["loss_mask"].view(-1).float()
     last = sum_by_answer(batch, positions * mask)
     inside = (positions <= last[answer_of_token(batch)]).float()
     sums = sum_by_answer(batch, values.flatten(0, 1).float() * inside[:, None])

@@ -164,7 +164,8 @@ def _check_weights(resolved: Resolved[ConfigContainer]) -> None:
 
 def _check_second_model(resolved: Resolved[ConfigContainer]) -> None:
     """Check the folder of the teacher or of the reference as the run does that loads it."""
-    distill, dpo = resolved.config.distill, resolved.config.dpo
+    distill = resolved.config.distill
+    dpo = resolved.config.dpo
     names = {
         "distill.teacher": None if distill is None else distill.teacher,
         "dpo.reference": None if dpo is None else dpo.reference,
@@ -186,7 +187,8 @@ def _compare_sizes(model: Any, weights: Path) -> None:
     """Refuse weights of a model of another size: no tensor of them would fit."""
     stored = pretrained.declared_provider(weights)
     for name in _SIZES:
-        size, stored_size = getattr(model, name), getattr(stored, name)
+        size = getattr(model, name)
+        stored_size = getattr(stored, name)
         if None not in (size, stored_size) and size != stored_size:
             raise UserError(
                 f"model.{name}={size}, but the weights in {weights} have {stored_size}: use its recipe, or "

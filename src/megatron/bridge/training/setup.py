@@ -83,7 +83,8 @@ def count_rows(config: ConfigContainer) -> int:
 
 def add_tokenizer(resolved: Resolved[ConfigContainer]) -> Resolved[ConfigContainer]:
     """Build the tokenizer, and set ``model.vocab_size`` from it if it is unset."""
-    config, model = resolved.config, resolved.config.model
+    config = resolved.config
+    model = resolved.config.model
     config.dataset.check_sources()  # first, because the tokenizer may need a download
     tokenizer = build_tokenizer(config.tokenizer)
     if model.vocab_size is None:
@@ -107,7 +108,8 @@ def setup(
     """
     check_forward_step(forward_step, container_of(config))
     resolved = resolve_run(config)
-    config, tokenizer = resolved.config, resolved.tokenizer
+    config = resolved.config
+    tokenizer = resolved.tokenizer
     for note in resolved.notes:
         print_rank_0(f"note: {note}")
     monitor = fault_tolerance.connect(config)
@@ -226,7 +228,8 @@ def _connect_processes(config: ConfigContainer) -> None:
 
 
 def _check_existing_groups(config: ConfigContainer) -> None:
-    existing, needed = current_sizes(), sizes_of(config.model)
+    existing = current_sizes()
+    needed = sizes_of(config.model)
     differing = [
         f"{name} parallel size {size}, not {needed[name]}"
         for name, size in existing.items()
@@ -279,7 +282,8 @@ def build_data(
     place: tuple[int, int] | None = None,
 ) -> Iterators:
     """The data of one data-parallel rank, by default this one, from where ``consumed`` samples of all ranks end."""
-    batch, micro = config.train.global_batch_size, config.train.micro_batch_size
+    batch = config.train.global_batch_size
+    micro = config.train.micro_batch_size
     held_out = config.validation.eval_iters * batch
     sizes = (samples_of(config.train), held_out, held_out)
     share: tuple[int, int] | None = (0, 1)

@@ -90,7 +90,8 @@ def _sight(batch: dict[str, Any], config: Any) -> torch.Tensor:
 
 def _places(batch: dict[str, Any], config: Any) -> dict[str, Any]:
     """The batch as the model takes it on this rank's device, this rank's part of its sequences."""
-    host, batch = batch, on_device(batch)
+    host = batch
+    batch = on_device(batch)
     positions = batch["position_ids"]
     packed = "cu_seqlens" in batch
     # those of a packed row stay complete: Megatron-Core takes each rank's part of the angles

@@ -94,9 +94,11 @@ class _TraceMerger:
     """Process numbers and the time base for all ranks."""
 
     def __init__(self, traces: dict[int, Path], file: IO[str], clock: Clock) -> None:
-        self._traces, self._file, self._clock = traces, file, clock
+        self._traces = traces
+        self._file = file
+        self._clock = clock
         self._base: int | None = None  # the first rank's, in nanoseconds
-        self._met: list[int] = []
+        self._met: list[int] = []  # when each rank left the barrier, in nanoseconds
         self._processes: dict[tuple[int, Any], int] = {}
         self._arrows: dict[tuple[int, Any], int] = {}
         self._named: set[int] = set()
@@ -150,7 +152,7 @@ class _TraceMerger:
             )
 
     def _shift(self, base: int, met: int | None, path: Path) -> float:
-        """Return the microseconds to add to the times of a rank."""
+        """Record the base and barrier times (ns) of a rank; return the microseconds to add to its events."""
         if self._base is None:
             self._base = base
         if met is None and self._clock == "barrier":

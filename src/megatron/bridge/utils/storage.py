@@ -238,10 +238,8 @@ def _reaching_storage(path: Path) -> Iterator[tuple[Any, str]]:
     except UserError:
         raise
     except Exception as error:
-        why, way_out = (
-            one_line(error) or type(error).__name__,
-            "check the URL, and credentials and endpoint in the",
-        )
+        why = one_line(error) or type(error).__name__
+        way_out = "check the URL, and credentials and endpoint in the"
         way_out += " environment, then start again"
         if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
             way_out = f"free some space, or set {CACHE} to a folder on another disk"
@@ -271,10 +269,8 @@ def _download_files(folder: Path, entries: dict[str, BucketEntry]) -> None:
         (name, start) for name, entry in entries.items() for start in range(0, entry.size, RANGE)
     ]
     for some in batched(places, AT_ONCE):
-        starts, ends = (
-            [start for _, start in some],
-            [min(start + RANGE, entries[name].size) for name, start in some],
-        )
+        starts = [start for _, start in some]
+        ends = [min(start + RANGE, entries[name].size) for name, start in some]
         with _reaching_storage(folder) as (files, url):
             # unlike ``get``, this retries a range after a lost connection
             contents = files.cat_ranges(

@@ -165,7 +165,9 @@ class _Unpickler(pickle.Unpickler):
         self, stream: IO[bytes], source: str, names: set[tuple[str, str]], prefix: str | None
     ) -> None:
         super().__init__(stream)
-        self._source, self._names, self._prefix = source, names, prefix
+        self._source = source
+        self._names = names
+        self._prefix = prefix
 
     @override
     def find_class(self, module: str, name: str) -> Any:

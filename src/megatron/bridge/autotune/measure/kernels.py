@@ -14,10 +14,8 @@ from megatron.bridge.backends.hardware import speed
 
 def product(shape: Shape, dtype: torch.dtype) -> float:
     tokens, rows, columns = shape
-    x, weight = (
-        _random_tensor(tokens, columns, dtype=dtype),
-        _random_tensor(rows, columns, dtype=dtype),
-    )
+    x = _random_tensor(tokens, columns, dtype=dtype)
+    weight = _random_tensor(rows, columns, dtype=dtype)
     return _time_median(lambda: functional.linear(x, weight))
 
 
@@ -42,7 +40,8 @@ def moved(dtype: torch.dtype) -> Samples:
     """Time a norm, which reads and writes each element."""
     samples: Samples = []
     for rows in (16, 128, 1024, 8192):
-        data, weight = _random_tensor(rows, 512, dtype=dtype), _random_tensor(512, dtype=dtype)
+        data = _random_tensor(rows, 512, dtype=dtype)
+        weight = _random_tensor(512, dtype=dtype)
         run = lambda data=data, weight=weight: functional.rms_norm(data, (512,), weight)  # noqa: E731
         samples.append((2.0 * data.nbytes, _time_median(run)))
     return samples

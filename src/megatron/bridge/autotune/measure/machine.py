@@ -42,11 +42,9 @@ def measure(config: ConfigContainer, shapes: Iterable[Shape], budget: float) -> 
 def _measure_compute(
     profile: Profile, config: ConfigContainer, shapes: Iterable[Shape], budget: float
 ) -> None:
-    model, dtype, end = (
-        config.model,
-        config.model.resolved().params_dtype,
-        time.monotonic() + budget / 2,
-    )
+    model = config.model
+    dtype = config.model.resolved().params_dtype
+    end = time.monotonic() + budget / 2
     width = model.kv_channels or model.hidden_size // model.num_attention_heads
     heads = attention(config.dataset.seq_length, model.num_attention_heads, width, dtype)
     profile.kernels = heads | {"moved": moved(dtype)}

@@ -20,7 +20,8 @@ _SIZES = [1 << bits for bits in range(12, 25, 2)]  # bytes
 def messages() -> dict[str, Samples]:
     """Time collectives in groups of neighboring ranks; all groups of a size run at once."""
     samples: dict[str, Samples] = {}
-    size, rank = distributed.world_size(), distributed.rank()
+    size = distributed.world_size()
+    rank = distributed.rank()
     for ranks in [ranks for ranks in (2, 4, 8, 16, 32, 64) if ranks <= size]:
         groups = [
             dist.new_group(range(start, start + ranks))
@@ -37,11 +38,12 @@ def messages() -> dict[str, Samples]:
 
 
 def _time_message(call: Callable[[Tensor, Any], object], size: int, group: Any) -> float:
-    """Return the mean time after a matrix product, so that cores are as busy as in training."""
-    data, matrix = (
-        torch.ones(size // 4, device=speed.device()),
-        torch.randn(384, 384, device=speed.device()),
-    )
+    """Return the mean seconds of ``call`` on ``size`` bytes.
+
+    A matrix product before each call keeps the device as busy as in training.
+    """
+    data = torch.ones(size // 4, device=speed.device())
+    matrix = torch.randn(384, 384, device=speed.device())
     dist.barrier(group)
     seconds: list[float] = []
     for _ in range(_CALLS):

@@ -154,7 +154,8 @@ def unpredicted(search: Search, path: Path) -> int:
 
 def _of_error(text: str, path: Path) -> int:
     """Return the sum of the allocated and the requested bytes in PyTorch's message."""
-    tried, allocated = _TRIED.search(text), _ALLOCATED.search(text)
+    tried = _TRIED.search(text)
+    allocated = _ALLOCATED.search(text)
     if tried is None or allocated is None:
         raise UserError(
             f"--fix-oom {path} has no memory error of PyTorch (Tried to allocate ..., ... is allocated by PyTorch): "

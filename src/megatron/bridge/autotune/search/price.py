@@ -71,7 +71,10 @@ class Pricer:
     def __init__(
         self, config: ConfigContainer, world_size: int, card: str, profile: Profile | None = None
     ) -> None:
-        self.config, self.world_size, self.card, self.profile = config, world_size, card, profile
+        self.config = config
+        self.world_size = world_size
+        self.card = card
+        self.profile = profile
         self.length = config.dataset.seq_length  # of a sample, for attention
         self.factor = 1.0  # measured over predicted time
         self.imbalance = 1.0  # tokens of the busiest expert rank divided by the average
@@ -177,8 +180,10 @@ class Pricer:
         """Return the candidate with its pipeline layout, and the layers per chunk; None if there are too few layers."""
         if candidate.layout is not None:
             return candidate, [part.count("t") for part in candidate.layout.split("|")]
-        parts, layers = candidate.pipeline * candidate.virtual, self._of(candidate)
-        count, ahead = len(layers.decoder), len(layers.ahead)
+        parts = candidate.pipeline * candidate.virtual
+        layers = self._of(candidate)
+        count = len(layers.decoder)
+        ahead = len(layers.ahead)
         is_hybrid = hasattr(
             self.config.model, "has_own_stages"
         )  # its pattern defines the stages, or they are equal
@@ -198,7 +203,8 @@ class Pricer:
 
     def _balanced(self, candidate: Candidate, layers: "_Layers", parts: int) -> list[int] | None:
         setting = setting_of(self.configured(candidate), self.world_size)
-        run, kernels = setting.run, self.kernels
+        run = setting.run
+        kernels = self.kernels
         times = [_both_totals(layer_time(shape, run, kernels)) for shape, _ in layers.decoder]
         head = 3 * kernels.matrix(run.tokens, setting.vocabulary, run.hidden, quantized=False)
         end = head + sum(
@@ -214,7 +220,8 @@ class Pricer:
         modules: list[list[list[Any]]] = [[] for _ in range(candidate.pipeline)]
         start = 0
         for position, count in enumerate(counts):
-            inside, last = layers.decoder[start : start + count], position == len(counts) - 1
+            inside = layers.decoder[start : start + count]
+            last = position == len(counts) - 1
             inside = (*inside, *(layers.ahead if last else ()))
             start += count
             stage = position % candidate.pipeline
@@ -239,10 +246,8 @@ class Pricer:
         plan: Plan,
         modules: list[list[list[Any]]],
     ) -> tuple[int, ...]:
-        setting, sizes = (
-            setting_of(config, self.world_size),
-            replace(activations.sizes_of(config), local_experts=1),
-        )
+        setting = setting_of(config, self.world_size)
+        sizes = replace(activations.sizes_of(config), local_experts=1)
         sizes = replace(sizes, expert_tokens=int(sizes.expert_tokens * self.imbalance))
         pipeline = pipeline_of(config, self.world_size)
         stage_bytes = []
@@ -305,7 +310,8 @@ class Pricer:
         self, held: np.ndarray, trained: np.ndarray, candidate: Candidate, config: ConfigContainer
     ) -> tuple[float, float, float]:
         """Return the bytes of weights, gradients and optimizer state; arrays hold dense, then expert parameters."""
-        model, ddp = config.model, config.ddp
+        model = config.model
+        ddp = config.ddp
         bytes_per_element = 2 if model.bf16 or model.fp16 else 4
         copies = quantized_bytes(model)
         gradient = 4 if ddp.grad_reduce_in_fp32 or bytes_per_element == 4 else 2
@@ -333,16 +339,16 @@ class Pricer:
         model = meta_model.unsplit(without_quantization(self.config.model))
         for name in ("should_pad_vocab", "make_query_groups_divisible_by"):
             setattr(model, name, getattr(self.config.model, name))
-        model.tensor_model_parallel_size, model.sequence_parallel = tensor, tensor > 1
+        model.tensor_model_parallel_size = tensor
+        model.sequence_parallel = tensor > 1
         if model.num_moe_experts:
-            model.expert_model_parallel_size, model.expert_tensor_parallel_size = (
-                model.num_moe_experts,
-                expert_tensor,
-            )
+            model.expert_model_parallel_size = model.num_moe_experts
+            model.expert_tensor_parallel_size = expert_tensor
         with silenced(model_provider):  # each build would warn about missing kernels
             (chunk,) = meta_model.stage_chunks(model, self.config.peft)[0]
         first: dict[LayerShape, Any] = {}
-        decoder, ahead = [], []
+        decoder = []
+        ahead = []
         decoder_layers: Any = chunk.decoder
         count = len(decoder_layers.layers)
         for index, layer in enumerate(layers_of(chunk)):
@@ -373,7 +379,8 @@ def balanced(times: Sequence[float], parts: int, last: float) -> list[int] | Non
     """
     if len(times) < parts - 1 or not parts:
         return None
-    low, high = max([*times, last]), sum(times) + last
+    low = max([*times, last])
+    high = sum(times) + last
     for _ in range(40):
         middle = (low + high) / 2
         low, high = (low, middle) if _fill_parts(times, parts, last, middle) else (middle, high)
@@ -382,17 +389,21 @@ def balanced(times: Sequence[float], parts: int, last: float) -> list[int] | Non
 
 def _fill_parts(times: Sequence[float], parts: int, last: float, limit: float) -> list[int] | None:
     """Fill parts in order up to ``limit`` seconds, but leave at least one layer for each later part except the last."""
-    counts, index = [], 0
+    counts = []
+    index = 0
     for part in range(parts):
         end = part == parts - 1
-        used, count = (last if end else 0.0), 0
+        used = last if end else 0.0
+        count = 0
         spare = len(times) - index - max(parts - part - 2, 0)
         while (
             index < len(times)
             and used + times[index] <= limit
             and count < (len(times) if end else spare)
         ):
-            used, count, index = used + times[index], count + 1, index + 1
+            used = used + times[index]
+            count = count + 1
+            index = index + 1
         if used > limit or (not count and not end):
             return None
         counts.append(count)

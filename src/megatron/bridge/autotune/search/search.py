@@ -99,7 +99,8 @@ class Search:
         free: Iterable[str] = (),
         switches: bool = True,
     ) -> None:
-        self.config, self.world_size = config, world_size
+        self.config = config
+        self.world_size = world_size
         memory = gpu(card).memory if profile is None else profile.memory
         self.budget = memory if budget is None else budget
         self.pricer = Pricer(config, world_size, card, profile)
@@ -279,7 +280,8 @@ def _expert_tensor(model: Any) -> int | None:
 
 def _search_space(config: ConfigContainer, world_size: int) -> Space:
     model: Any = config.model
-    experts, length = model.num_moe_experts or 0, config.dataset.seq_length
+    experts = model.num_moe_experts or 0
+    length = config.dataset.seq_length
     expert = tuple(size for size in powers_of_two(min(experts, world_size)) if experts % size == 0)
     tensor = tuple(
         size for size in powers_of_two(min(8, world_size)) if model.num_attention_heads % size == 0

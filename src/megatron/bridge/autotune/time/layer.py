@@ -169,7 +169,8 @@ def _quantization_time(
 def _exchange_cost(
     shape: LayerShape, run: LayerSettings, kernels: Roofline, direction: Direction
 ) -> Cost:
-    links, forward = kernels.links, direction == "forward"
+    links = kernels.links
+    forward = direction == "forward"
     tensor = shape.blocks * _around_block(run, kernels, forward)
     if run.tensor_overlap:
         tensor /= run.tensor  # all parts but the first arrive during the products of others
@@ -189,11 +190,9 @@ def _around_block(run: LayerSettings, kernels: Roofline, forward: bool) -> float
     The backward pass first gathers the gradient of the block's output. It then gathers the block's input again for the
     gradient of the weight and scatters the gradient of the input; both overlap with products if the device allows it.
     """
-    links, size, group = (
-        kernels.links,
-        run.tokens * run.hidden * run.number,
-        CollectiveGroup(run.tensor),
-    )
+    links = kernels.links
+    size = run.tokens * run.hidden * run.number
+    group = CollectiveGroup(run.tensor)
     gather = links.all_gather(size, group)
     if not forward and kernels.overlaps:
         return gather
@@ -223,7 +222,8 @@ def _expert_message_time(shape: LayerShape, run: LayerSettings, links: AlphaBeta
     if not shape.experts:
         return 0.0
     group = CollectiveGroup(run.expert, run.expert_tensor)
-    copies, width = run.chosen / run.expert_tensor, shape.dispatched * run.number
+    copies = run.chosen / run.expert_tensor
+    width = shape.dispatched * run.number
     if run.flex:
         there = links.dispatch(copies / run.top_k, width, run.top_k, group)
     else:

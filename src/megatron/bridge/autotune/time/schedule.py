@@ -78,7 +78,8 @@ def _chunk_order(pipeline: Pipeline) -> list[tuple[int, int]]:
 
 def held_counts(pipeline: Pipeline, stage: int) -> list[tuple[Pass, tuple[int, ...]]]:
     """Return each pass of ``stage``, and how many microbatches each chunk holds during it, including its own."""
-    held, counts = [0] * pipeline.chunks, []
+    held = [0] * pipeline.chunks
+    counts = []
     for work in passes(pipeline, stage):
         held[work.chunk] += work.kind == "forward"
         counts.append((work, tuple(held)))
@@ -123,11 +124,10 @@ def most_held(
 
 def pipeline_of(config: ConfigContainer, world_size: int) -> Pipeline:
     """Return the schedule of a step of a config whose layout has been checked."""
-    model, train = config.model, config.train
-    stages, chunks = (
-        model.pipeline_model_parallel_size,
-        model.virtual_pipeline_model_parallel_size or 1,
-    )
+    model = config.model
+    train = config.train
+    stages = model.pipeline_model_parallel_size
+    chunks = model.virtual_pipeline_model_parallel_size or 1
     microbatches = train.global_batch_size // (
         train.micro_batch_size * config.data_parallel_size(world_size)
     )

@@ -50,7 +50,8 @@ def _simulate_passes(
     """Yield stage, start and end of each pass."""
     stages = pipeline.stages
     durations = {"forward": times.forward, "backward": times.backward}
-    travel, blocked = (0.0 if stages == 1 else times.message), times.message * times.blocking
+    travel = 0.0 if stages == 1 else times.message
+    blocked = times.message * times.blocking
     queues = [
         deque(zip(passes(pipeline, stage), _awaited_outputs(pipeline, stage), strict=True))
         for stage in range(stages)
@@ -86,15 +87,14 @@ def _awaited_outputs(pipeline: Pipeline, stage: int) -> tuple[_Input | None, ...
     The first stage (of backward passes the last) waits for what the other end sends as soon as that is sent, although a
     later pass needs it if groups are larger than the pipeline.
     """
-    stages, last = pipeline.stages, pipeline.stages * pipeline.chunks - 1
+    stages = pipeline.stages
+    last = pipeline.stages * pipeline.chunks - 1
     done: dict[str, list[Pass]] = {"forward": [], "backward": []}
     sources: list[_Input] = []
     for work in passes(pipeline, stage):
-        position, backward, earlier = (
-            work.chunk * stages + stage,
-            work.kind == "backward",
-            done[work.kind],
-        )
+        position = work.chunk * stages + stage
+        backward = work.kind == "backward"
+        earlier = done[work.kind]
         source = (work.kind, position + 2 * backward - 1, work.microbatch)
         if backward and position == last:
             source = ("forward", last, work.microbatch)

@@ -181,17 +181,21 @@ def _chunk_cost(chunk: Chunk, setting: StepSettings, kernels: Roofline) -> tuple
         cost = layer_time(
             layer, replace(setting.run, recompute=again) if again else setting.run, kernels
         )
-        forward, backward = forward + cost.forward * count, backward + cost.backward * count
+        forward = forward + cost.forward * count
+        backward = backward + cost.backward * count
     slowest = kernels.slowest(setting.world_size)
     return forward.slowed(slowest), backward.slowed(slowest)
 
 
 def _end_cost(chunk: Chunk, setting: StepSettings, kernels: Roofline) -> tuple[Cost, Cost]:
     """Return the cost of the embedding, and of the output layer (in bf16) with the loss."""
-    run, forward, backward = setting.run, Cost(), Cost()
+    run = setting.run
+    forward = Cost()
+    backward = Cost()
     if chunk.embedding:
         moved = kernels.moved(3 * run.tokens * run.hidden * run.number, kernels=3)
-        forward, backward = forward + Cost(memory=moved), backward + Cost(memory=2 * moved)
+        forward = forward + Cost(memory=moved)
+        backward = backward + Cost(memory=2 * moved)
     if chunk.losses:
         product = kernels.matrix(run.tokens, setting.vocabulary, run.hidden, quantized=False)
         logits = kernels.moved(12 * run.tokens * setting.vocabulary, kernels=8)
@@ -247,7 +251,8 @@ def _after_stage(
     kernels: Roofline,
     times: PassTimes,
 ) -> dict[str, float]:
-    links, run = kernels.links, setting.run
+    links = kernels.links
+    run = setting.run
     dense, experts = stage_weights(chunks, setting)
     group = CollectiveGroup(setting.replicas, run.tensor)
     expert_group = CollectiveGroup(setting.expert_replicas, run.expert_tensor * run.expert)

@@ -80,7 +80,8 @@ def _tile_height(window: AttentionWindow) -> int:
 
 
 def _make_tile(span: QuerySpan, window: AttentionWindow, first: int, stop: int) -> Tile | None:
-    top, bottom = span.position + first, span.position + stop - 1
+    top = span.position + first
+    bottom = span.position + stop - 1
     low = 0 if window.left is None else max(0, top - window.left)
     high = span.keys if window.right is None else min(span.keys, bottom + window.right + 1)
     if low >= high:
@@ -98,7 +99,8 @@ def _make_tile(span: QuerySpan, window: AttentionWindow, first: int, stop: int) 
 
 def visibility_mask(tile: Tile, window: AttentionWindow, device: torch.device) -> Tensor | None:
     """Return a boolean [queries, keys], true if a query sees a key; None if every query sees every key."""
-    height, width = tile.rows.stop - tile.rows.start, tile.keys.stop - tile.keys.start
+    height = tile.rows.stop - tile.rows.start
+    width = tile.keys.stop - tile.keys.start
     top, low = (0, 0) if tile.positions is None else tile.positions
     if tile.causal:
         window = AttentionWindow(None, 0)
@@ -202,7 +204,8 @@ class _SliceSequence(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, parts: list[slice]) -> tuple[Tensor, ...]:
-        ctx.shape, ctx.parts = tensor.shape, parts
+        ctx.shape = tensor.shape
+        ctx.parts = parts
         ctx.set_materialize_grads(False)
         return tuple(tensor[:, :, part] for part in parts)
 
@@ -227,8 +230,10 @@ def chunk_spans(spans: list[QuerySpan], size: int) -> list[QuerySpan]:
     cut = []
     for span in spans:
         for first in range(span.position - span.position % size, span.position + span.rows, size):
-            start, stop = max(first, span.position), min(first + size, span.position + span.rows)
-            row, keys = span.row + start - span.position, min(size, span.keys - first)
+            start = max(first, span.position)
+            stop = min(first + size, span.position + span.rows)
+            row = span.row + start - span.position
+            keys = min(size, span.keys - first)
             cut.append(QuerySpan(row, stop - start, start - first, span.key_row + first, keys))
     return cut
 

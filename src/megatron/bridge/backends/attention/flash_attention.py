@@ -59,7 +59,8 @@ def attend_spans(
     sinks: Tensor | None = None,
 ) -> Tensor:
     """Compute attention [s, b, h, d] of spans with their visible keys; zeros for queries in no span."""
-    out, at = [], 0
+    out = []
+    at = 0
     for span in spans:
         if span.row > at:
             out.append(torch.zeros_like(query[at : span.row]))

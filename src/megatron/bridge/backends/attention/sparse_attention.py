@@ -68,7 +68,8 @@ class Indexer(MegatronModule):
     def __init__(self, config: Any, groups: Any) -> None:
         super().__init__(config=config)
         self.groups = groups
-        heads, width = config.dsa_indexer_n_heads, config.dsa_indexer_head_dim
+        heads = config.dsa_indexer_n_heads
+        width = config.dsa_indexer_head_dim
         sizes: Any = {
             "device": None if config.use_cpu_initialization else torch.cuda.current_device()
         }
@@ -145,7 +146,8 @@ class SparseAttention(TorchAttention):
     def __init__(self, config: Any, layer_number: int, *args: Any, **kwargs: Any) -> None:
         super().__init__(config, layer_number, *args, **kwargs)
         self.layer_number = layer_number
-        offset, every = config.dsa_indexer_skip_topk_offset, config.dsa_indexer_topk_freq
+        offset = config.dsa_indexer_skip_topk_offset
+        every = config.dsa_indexer_topk_freq
         self.indexer = (
             None
             if takes_over(layer_number, offset, every)
@@ -204,7 +206,8 @@ class SparseAttention(TorchAttention):
     ) -> Tensor:
         if self.cache is not None:
             return super()._attend(qkv, mask, spans, window, sinks)
-        index, self._index = self._index, None
+        index = self._index
+        self._index = None
         self.hidden = self._choose(index, spans) if index else self.source[0].hidden
         hidden = (
             self.hidden if mask is None else mask if self.hidden is None else mask | self.hidden
@@ -254,7 +257,8 @@ class SparseAttention(TorchAttention):
         cache.store(index.keys, index.keys[..., :0])
         masks = []
         for span in cache.step.spans:
-            rows, stop = slice(span.row, span.row + span.count), span.start + span.count
+            rows = slice(span.row, span.row + span.count)
+            stop = span.start + span.count
             part = Index(
                 index.queries[rows],
                 cache.keys[span.extent : span.extent + stop],

@@ -117,7 +117,8 @@ class TorchAttention(MegatronModule):
 
     def _make_sinks(self) -> None:
         """Create one logit per head for the softmax denominator: learned, or 0 (off-by-one)."""
-        config, ranks = self.config, self.tp_group.size()
+        config = self.config
+        ranks = self.tp_group.size()
         heads = config.num_attention_heads // ranks
         device = None if config.use_cpu_initialization else torch.cuda.current_device()
         self.softmax_offset: Tensor | None = None
@@ -227,7 +228,8 @@ class TorchAttention(MegatronModule):
         ):
             values = value.size(-1)
             value = _pad_width(value, query)
-            bounds, longest = packed.cu_seqlens_q, packed.max_seqlen_q
+            bounds = packed.cu_seqlens_q
+            longest = packed.max_seqlen_q
             options = (window, self.scale, self.softmax_offset)
             return flash_attention.attend_packed(query, key, value, bounds, int(longest), *options)[
                 ..., :values
@@ -282,7 +284,9 @@ class TorchAttention(MegatronModule):
     ) -> Tensor:
         """Compute attention over all tokens for a part of the heads, between two all-to-all exchanges."""
         query, key, value = qkv
-        heads, kv_heads, size = query.size(2), key.size(2), group.size()
+        heads = query.size(2)
+        kv_heads = key.size(2)
+        size = group.size()
         repeats = context_parallel.repeats_for_heads(kv_heads, heads, size)
         if repeats is None:
             raise UserError(
@@ -398,7 +402,8 @@ def _mask_of_tile(mask: Tensor, span: QuerySpan, tile: Tile) -> Tensor:
 def _join_tiles(pieces: list[tuple[slice, Tensor]], total: int, like: Tensor) -> Tensor:
     """Join the tiles' [b, h, rows, d] to [s, b, h, d], with zeros for queries in no tile."""
     batch, heads, _, width = like.shape
-    blocks, at = [], 0
+    blocks = []
+    at = 0
     for rows, piece in [*pieces, (slice(total, total), None)]:
         if rows.start > at:
             blocks.append(like.new_zeros(rows.start - at, batch, heads, width))
@@ -499,7 +504,8 @@ class _TileAttention:
         causal: bool,
     ) -> Tensor:
         batch, heads, rows, width = q.shape
-        groups, keys = k.size(1), k.size(2)
+        groups = k.size(1)
+        keys = k.size(2)
         grouped = q.reshape(batch, groups, heads // groups * rows, width)
         scores = (
             (grouped @ k.transpose(-1, -2)).float().mul(self.scale).view(batch, heads, rows, keys)

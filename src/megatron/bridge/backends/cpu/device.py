@@ -187,7 +187,8 @@ def patch_rng_tracker(module: Any) -> None:
                 _seed_as_torch(module.model_parallel_cuda_manual_seed)
             if name not in self.states_:
                 raise KeyError(f"no random state named {name!r}: seed model parallelism first")
-            outer_name, outer = self._current_state_name, torch.get_rng_state()
+            outer_name = self._current_state_name
+            outer = torch.get_rng_state()
             if outer_name in self.states_:  # a nested fork may continue it
                 self.states_[outer_name] = outer
             torch.set_rng_state(self.states_[name])
@@ -261,7 +262,8 @@ def _patch_factories() -> None:
     """
     for name in _FACTORIES:
         create = _on_cpu(getattr(torch, name))
-        create.__module__, create.__qualname__ = "torch", name
+        create.__module__ = "torch"
+        create.__qualname__ = name
         torch_script_operators._register_builtin(create, f"aten::{name}")
         setattr(torch, name, create)
 
@@ -370,7 +372,8 @@ def _patch_uneven_collectives() -> None:
         group: Any = None,
     ) -> None:
         assert op == dist.ReduceOp.SUM, "only sums are supported"
-        rows, ranks = len(output), len(input_list)
+        rows = len(output)
+        ranks = len(input_list)
         received = output.new_empty(ranks * rows, *output.shape[1:])
         sizes = [len(part) for part in input_list]
         dist.all_to_all_single(received, torch.cat(input_list), [rows] * ranks, sizes, group)

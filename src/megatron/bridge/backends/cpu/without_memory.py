@@ -51,7 +51,8 @@ def one_rank(rank: int, world_size: int) -> Iterator[Traffic]:
 
 @contextmanager
 def _on_meta() -> Iterator[None]:
-    meta, named = torch.device("meta"), torch.Tensor.type
+    meta = torch.device("meta")
+    named = torch.Tensor.type
 
     def type_of(tensor: torch.Tensor, *args: Any, **options: Any) -> Any:
         """Megatron-Core's optimizer accepts only tensors of the GPU."""
@@ -108,7 +109,8 @@ class Messages(TorchDispatchMode):
 
     def __init__(self, chosen: float = 1.0) -> None:
         super().__init__()
-        self.chosen, self.found = chosen, list[Message]()
+        self.chosen = chosen
+        self.found = list[Message]()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func.namespace == "c10d":
@@ -165,12 +167,11 @@ def _recompute_in_backward(_: CheckpointWithoutOutput, function: Any, *args: Any
 
 def _shared_out(dispatcher: Any, point: str, tokens_per_expert: Any) -> Any:
     """Set the numbers of tokens that a dispatcher reads, instead of the router's numbers."""
-    tokens, experts, local = (
-        dispatcher.num_out_tokens,
-        dispatcher.num_experts,
-        dispatcher.num_local_experts,
-    )
-    ranks, parts = dispatcher.tp_size * dispatcher.ep_size, dispatcher.ep_size
+    tokens = dispatcher.num_out_tokens
+    experts = dispatcher.num_experts
+    local = dispatcher.num_local_experts
+    ranks = dispatcher.tp_size * dispatcher.ep_size
+    parts = dispatcher.ep_size
     tokens_of_expert = np.full(experts, tokens // experts)
     tokens_of_expert[: tokens % experts] += 1
     local_tokens = tokens_of_expert[:local]

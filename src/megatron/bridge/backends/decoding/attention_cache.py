@@ -81,7 +81,9 @@ class AttentionCache:
         self, core: Any, new: _New, masks: Sequence[Tensor | None], out: Tensor
     ) -> None:
         """Attend to the keys of each text, in one call for all texts whose tokens see no later ones."""
-        plain, masked_spans, compiles = [], [], self._compiles(core)
+        plain = []
+        masked_spans = []
+        compiles = self._compiles(core)
         for span, mask in zip(self.step.spans, masks, strict=True):
             if compiles and (mask is None or (span.count == 1 and _sees_all(mask))):
                 plain.append(span)
@@ -162,7 +164,8 @@ class WindowCache(AttentionCache):
         self, core: Any, new: _New, masks: Sequence[Tensor | None], out: Tensor
     ) -> None:
         """Store and attend span by span, because a step may have several chunks of a text."""
-        spans, compiles = self.step.spans, self._compiles(core)
+        spans = self.step.spans
+        compiles = self._compiles(core)
         if (
             compiles
             and all(span.count == 1 for span in spans)

@@ -83,7 +83,8 @@ class _Recorder(TorchDispatchMode):
 
     def replay(self, result: Tensor) -> Callable[[], Tensor]:
         self._graph.output(self._node(result))
-        code, constants = self._graph.python_code("self"), self._constants
+        code = self._graph.python_code("self")
+        constants = self._constants
         functions: dict[str, Any] = dict(code.globals)
         exec(code.src, functions)  # a GraphModule would also keep the graph: 2 MB for 30 layers
         return lambda: functions["forward"](None, *constants)

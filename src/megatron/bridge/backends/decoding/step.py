@@ -76,7 +76,8 @@ class DecodingStep:
 
     def table(self, first: Tensor) -> Tensor:
         """Return the ``tokens`` of ``c_kernels.attend``; ``first`` has the position of the first key that each sees."""
-        positions, rows = self.positions[: self.tokens], torch.arange(self.tokens)
+        positions = self.positions[: self.tokens]
+        rows = torch.arange(self.tokens)
         first = first[: self.tokens]
         return torch.stack(
             (rows, self.places, self.places - positions + first, positions + 1 - first), dim=1
@@ -144,7 +145,8 @@ class SingleTokens(DecodingStep):
         self.spans, self.tables = [], {}  # a graph would keep the numbers of its capture
         self.tokens = self.rows = len(positions)
         self.device = positions.device
-        self.positions, self.places = positions, keys + positions
+        self.positions = positions
+        self.places = keys + positions
         bounds = torch.arange(self.rows + 1, device=self.device, dtype=torch.int32)
         padded = torch.nn.functional.pad(keys, (0, 1)).int()
         self.extents = Extents(bounds, padded, (positions + 1).int(), (1, longest))

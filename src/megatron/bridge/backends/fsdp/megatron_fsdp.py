@@ -184,7 +184,8 @@ def flat_buffers(
         buffer_index = core_buffers.build_data_parallel_buffer_index(
             shapes, 0, replicas, True, ddp_config, chunk_size_factor=group.chunk_size_factor
         )
-        places, full_buffer = cast(Any, buffer_index[0]), buffer_index[1]
+        places = cast(Any, buffer_index[0])
+        full_buffer = buffer_index[1]
         starts = [places[index].global_data_index for index in range(len(shapes))]
         yield FlatBuffer(group.params, starts, full_buffer.size, group.fsdp_unit_id)
 
@@ -206,7 +207,8 @@ def temporary_elements(
         if buffer.unit is not None:
             layers[buffer.unit] = layers.get(buffer.unit, 0) + buffer.size
     outside = [buffer.size for buffer in buffers if buffer.unit is None]
-    inside, layer = sum(layers.values()), max(layers.values(), default=0)
+    inside = sum(layers.values())
+    layer = max(layers.values(), default=0)
     in_flight = ddp_config.suggested_communication_unit_size
     if in_flight is None:
         in_flight = max(
@@ -235,7 +237,8 @@ def row_ranges(
 def _row_ranges(
     name: str, shape: tuple[int, ...], start: int, part: int, replicas: int
 ) -> RowRanges:
-    size, row = prod(shape), max(1, prod(shape[1:]))
+    size = prod(shape)
+    row = max(1, prod(shape[1:]))
     bounds = [min(max(rank * part - start, 0), size) for rank in range(replicas + 1)]
     if any(bound % row for bound in bounds):
         raise UserError(

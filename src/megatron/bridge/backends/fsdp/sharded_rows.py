@@ -65,7 +65,8 @@ def whole(parameter: Tensor) -> Tensor:
     """Gather a parameter in its checkpoint dtype; a collective over the ranks that share it."""
     if not isinstance(parameter, DTensor):
         return parameter
-    local, ranges = local_rows(parameter).to(stored_dtype(parameter)), _row_ranges(parameter)
+    local = local_rows(parameter).to(stored_dtype(parameter))
+    ranges = _row_ranges(parameter)
     longest = max(map(len, ranges))
     padded = local.new_zeros(longest, *local.shape[1:])
     padded[: len(local)] = local
@@ -186,7 +187,9 @@ def _local_part(entry: Any, parameters: dict[int, DTensor]) -> Any:
     parameter = parameters.get(id(getattr(entry, "data", None)))
     if parameter is None:
         return entry
-    local, rows, dtype = local_rows(parameter), row_range(parameter), stored_dtype(parameter)
+    local = local_rows(parameter)
+    rows = row_range(parameter)
+    dtype = stored_dtype(parameter)
     whole = [entry] if isinstance(entry, ShardedTensor) else list(nested_values(entry.build()))
     row = max(1, prod(parameter.shape[1:]))
     local_shards = [
@@ -216,7 +219,8 @@ def _local_shard(
     shard: ShardedTensor, begin: int, local: Tensor, rows: range
 ) -> ShardedTensor | None:
     """Return the rows of one shard that this rank keeps; ``begin`` is its first row in the parameter."""
-    first, end = max(rows.start, begin), min(rows.stop, begin + shard.local_shape[0])
+    first = max(rows.start, begin)
+    end = min(rows.stop, begin + shard.local_shape[0])
     if first >= end:
         return None
     extra = shard.prepend_axis_num

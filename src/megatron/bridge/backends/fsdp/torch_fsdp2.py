@@ -57,7 +57,8 @@ class TorchFSDP2Wrapper(_BaseDataParallel):
         device = "cuda" if has_cuda() else "cpu"
         # under expert parallelism, the replicas of experts are on other ranks than the replicas of dense weights
         expert_group = cast(ProcessGroup, parallel_state.get_expert_data_parallel_group())
-        mesh, expert_mesh = _mesh_of_group(group, device), _mesh_of_group(expert_group, device)
+        mesh = _mesh_of_group(group, device)
+        expert_mesh = _mesh_of_group(expert_group, device)
         experts = _expert_modules(module) if expert_mesh.mesh.tolist() != mesh.mesh.tolist() else []
         for part in (*experts, *_gathered_units(module), module):
             _make_master_weights(part)

@@ -56,7 +56,8 @@ def is_supported(x: Tensor) -> bool:
 
 def _rms_norm(x: Tensor, gain: Tensor, eps: float) -> Tensor:
     x = x.contiguous()
-    out, width = torch.empty_like(x), x.size(-1)
+    out = torch.empty_like(x)
+    width = x.size(-1)
     _call_kernel("rms_norm", x, gain, out, x.numel() // width, width, eps)
     return out
 
@@ -165,7 +166,9 @@ def _attend_to_texts(
     scale: float,
     out: Tensor,
 ) -> None:
-    query, key, value = query.contiguous(), key.flatten(1), value.flatten(1)
+    query = query.contiguous()
+    key = key.flatten(1)
+    value = value.flatten(1)
     assert key.stride(1) == value.stride(1) == 1, "the features of a token lie side by side"
     groups, width = keys.shape[1:]
     heads = query.size(1) // groups
@@ -186,7 +189,8 @@ def _load_library(dtype: torch.dtype) -> ctypes.CDLL | None:
     try:
         compiler = shlex.split(os.environ.get("CC", "cc"))
         with tempfile.TemporaryDirectory() as folder:
-            object_file, library = f"{folder}/kernels.o", f"{folder}/kernels.so"
+            object_file = f"{folder}/kernels.o"
+            library = f"{folder}/kernels.so"
             flags = [*_OPTIMIZE.split(), *_processor_flags(), *_FLAGS[dtype]]
             _run_compiler([*compiler, *flags, "-c", str(source), "-o", object_file])
             # Linking without -fopenmp leaves OpenMP to PyTorch's own library, so both use the same threads.
@@ -210,7 +214,8 @@ def _processor_flags() -> list[str]:
 
 
 def _declare_types(library: ctypes.CDLL) -> ctypes.CDLL:
-    pointer, size = ctypes.c_void_p, ctypes.c_int64
+    pointer = ctypes.c_void_p
+    size = ctypes.c_int64
     library.rms_norm.argtypes = [pointer] * 3 + [size] * 2 + [ctypes.c_float]
     library.rotate.argtypes = [pointer] * 4 + [size] * 5
     library.swiglu.argtypes = [pointer] * 2 + [size] * 2

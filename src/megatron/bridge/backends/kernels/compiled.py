@@ -108,7 +108,8 @@ class _CompiledRMSNorm(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor | None, None, None]:
         rows, weight, scale = ctx.saved_tensors
-        frozen, grad = not ctx.needs_input_grad[1], grads[0].reshape(rows.shape)
+        frozen = not ctx.needs_input_grad[1]
+        grad = grads[0].reshape(rows.shape)
         grad_x, grad_weight = _norm_gradients(grad, rows, weight, scale, ctx.one, frozen)
         return grad_x.view(grads[0].shape), grad_weight, None, None
 
@@ -132,10 +133,12 @@ def _rotate_by_angles(
 ) -> Tensor:
     """Rotate ``x`` [s, b, h, d] by ``angles`` [s, 1 or b, 1, r <= d]; token i takes row ``positions[i]``."""
     angles = angles if positions is None else angles[positions]
-    rotated, rest = x[..., : angles.shape[-1]], x[..., angles.shape[-1] :]
+    rotated = x[..., : angles.shape[-1]]
+    rest = x[..., angles.shape[-1] :]
     if mla:
         rotated = torch.cat((rotated[..., 0::2], rotated[..., 1::2]), dim=-1)
-    cosine, sine = angles.float().cos() * factor, angles.float().sin() * factor
+    cosine = angles.float().cos() * factor
+    sine = angles.float().sin() * factor
     out = rotated.float() * cosine + _rotate_half(rotated.float(), interleaved) * sine
     return torch.cat((out.to(x.dtype), rest), dim=-1)
 
@@ -151,8 +154,10 @@ def _rotate_gradient(
 ) -> Tensor:
     """The transpose of `_rotate_by_angles`; the transpose of `_rotate_half` is its negative."""
     angles = angles if positions is None else angles[positions]
-    rotated, rest = grad[..., : angles.shape[-1]].float(), grad[..., angles.shape[-1] :]
-    cosine, sine = angles.float().cos() * factor, angles.float().sin() * factor
+    rotated = grad[..., : angles.shape[-1]].float()
+    rest = grad[..., angles.shape[-1] :]
+    cosine = angles.float().cos() * factor
+    sine = angles.float().sin() * factor
     out = rotated * cosine - _rotate_half(rotated * sine, interleaved)
     if mla:
         out = torch.stack(out.chunk(2, dim=-1), dim=-1).flatten(-2)

@@ -44,7 +44,8 @@ class _RMSNorm(torch.autograd.Function):
         x, gain, scale = ctx.saved_tensors
         wide, grad, weight = (upcast(tensor) for tensor in (x, grads[0], gain))
         # LayerNorm's kernel with a mean of zero; RMSNorm does not subtract the mean of the gradient
-        needs_gradient, mean = (True, ctx.needs_input_grad[1], False), torch.zeros_like(scale)
+        needs_gradient = (True, ctx.needs_input_grad[1], False)
+        mean = torch.zeros_like(scale)
         backward = torch.ops.aten.native_layer_norm_backward
         grad_x, along_gain, _ = backward(
             grad, wide, gain.shape, mean, scale, weight, None, needs_gradient
@@ -180,7 +181,8 @@ class _CrossEntropy(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
         rows, local, here, norm = ctx.saved_tensors
-        grad, norm = grads[0].flatten().unsqueeze(-1), norm.unsqueeze(-1)
+        grad = grads[0].flatten().unsqueeze(-1)
+        norm = norm.unsqueeze(-1)
         shape = (*grads[0].shape, rows.shape[-1])
         if ctx.reuse:  # autograd refuses a second backward pass after the tensors have changed
             rows.mul_(grad * norm).scatter_add_(1, local, -grad * here.unsqueeze(-1))
@@ -197,7 +199,8 @@ def local_targets(
     logits: Tensor, target: Tensor, group: dist.ProcessGroup
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return logits as rows [n, v / tp], the local column of each target, and whether the target is on this rank."""
-    rows, local = logits.detach().flatten(0, -2), target.flatten() - group.rank() * logits.shape[-1]
+    rows = logits.detach().flatten(0, -2)
+    local = target.flatten() - group.rank() * logits.shape[-1]
     here = (local >= 0) & (local < logits.shape[-1])
     return rows, local.clamp(0, logits.shape[-1] - 1), here
 
@@ -293,7 +296,8 @@ def accumulate_by_parts(chunk: torch.nn.Module) -> None:
 
 
 def _mark_accumulated(parameter: Any) -> None:
-    main_grad, grad = parameter.main_grad.view(-1), parameter.grad.reshape(-1)
+    main_grad = parameter.main_grad.view(-1)
+    grad = parameter.grad.reshape(-1)
     if not parameter.grad_added_to_main_grad:  # the first microbatch of a step: main_grad is zero
         main_grad.copy_(grad)
     else:

@@ -62,7 +62,8 @@ class RMSNorm(_Norm):
             return compiled.rms_norm(x, self.weight, self.eps, self.zero_centered_gamma)
         gain = self._gain()
         if gain.dtype != x.dtype:  # zero-centered in low precision, or an fp32 residual stream
-            gain, x = gain.float(), x.float()
+            gain = gain.float()
+            x = x.float()
         return rms_norm(x, gain, self.eps).to(self.weight.dtype)
 
 
@@ -78,9 +79,12 @@ class LayerNorm(_Norm):
             nn.init.zeros_(self.bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        gain, bias = self._gain(), self.bias
+        gain = self._gain()
+        bias = self.bias
         if gain.dtype != x.dtype:
-            gain, bias, x = gain.float(), None if bias is None else bias.float(), x.float()
+            gain = gain.float()
+            bias = None if bias is None else bias.float()
+            x = x.float()
         return F.layer_norm(x, (x.shape[-1],), gain, bias, self.eps).to(self.weight.dtype)
 
 

@@ -51,7 +51,10 @@ class OneDnnLinear(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
-        of_output, of_weight, of_bias, pending = gradients[0], None, None, None
+        of_output = gradients[0]
+        of_weight = None
+        of_bias = None
+        pending = None
         of_x = product(of_output, weight.t())
         if ctx.group is not None:
             pending = dist.all_reduce(of_x, group=ctx.group, async_op=True)

@@ -78,6 +78,8 @@ def _widening_attention(kernel: Any) -> Callable[..., Any]:
 
 
 def _widening_into_out(kernel: Any, functional: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Return a kernel of the ``.out`` variant, which copies the result of ``functional``, already widened, into ``out``."""
+
     def compute_into(keys: Any, *args: Any, out: Tensor, **kwargs: Any) -> Tensor:
         if args[0].dtype is not torch.bfloat16:
             return kernel.call_boxed(keys, *args, out=out, **kwargs)
@@ -88,6 +90,8 @@ def _widening_into_out(kernel: Any, functional: Callable[..., Tensor]) -> Callab
 
 
 def _widening_in_place(kernel: Any, functional: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Return a kernel of the in-place variant, which copies the result of ``functional``, already widened."""
+
     def compute_in_place(keys: Any, target: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         if target.dtype is not torch.bfloat16:
             return kernel.call_boxed(keys, target, *args, **kwargs)

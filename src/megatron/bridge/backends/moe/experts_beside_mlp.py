@@ -36,7 +36,8 @@ class ExpertsBesideMLP(MoELayer):
 
     def route(self, hidden_states: Tensor, padding_mask: Tensor | None = None) -> Any:
         """Compute weights and choice of experts, both [tokens, experts], from the residual stream."""
-        stream, self._stream = self._stream, None
+        stream = self._stream
+        self._stream = None
         assert stream is not None, "forward() comes first"
         router: Any = self.router
         normed = F.rms_norm(stream, stream.shape[-1:], eps=self.config.layernorm_epsilon)

@@ -40,9 +40,11 @@ class _GroupedMatmul(torch.autograd.Function):
         ctx: Any, x: torch.Tensor, counts: list[int], biased: bool, *parameters: torch.Tensor
     ) -> torch.Tensor:
         """Compute [tokens, out] from x [tokens, in], weights [out, in] and, if ``biased``, biases [out]."""
-        weights, biases = parameters[: len(counts)], parameters[len(counts) :]
+        weights = parameters[: len(counts)]
+        biases = parameters[len(counts) :]
         ctx.save_for_backward(x, *weights)
-        ctx.counts, ctx.biased = counts, biased
+        ctx.counts = counts
+        ctx.biased = biased
         if not biased and can_use_grouped_mm(x, weights[0]):
             return torch._grouped_mm(
                 x, stack_weights(weights).transpose(1, 2), offs=_group_offsets(counts, x.device)
@@ -133,7 +135,8 @@ def can_use_grouped_mm(x: torch.Tensor, weight: torch.Tensor) -> bool:
 
 def stack_weights(weights: Sequence[torch.Tensor]) -> torch.Tensor:
     """Stack weights to [experts, out, in]: a view if they are evenly spaced in one storage, else a copy."""
-    first, size = weights[0], weights[0].numel()
+    first = weights[0]
+    size = weights[0].numel()
     starts = [weight.data_ptr() for weight in weights]
     step = (starts[1] - starts[0]) // first.element_size() if len(starts) > 1 else size
     even = all(
@@ -239,7 +242,8 @@ class GroupedLinear(torch.nn.Module):
     def _initialize(
         self, rows: int, columns: int, init_method: Callable[[torch.Tensor], Any]
     ) -> None:
-        config, stride = self.config, self._stride()
+        config = self.config
+        stride = self._stride()
         if not config.perform_initialization:
             for weight in self.weights():
                 set_tensor_model_parallel_attributes(weight, True, self.split, stride)

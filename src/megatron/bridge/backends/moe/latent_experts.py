@@ -52,7 +52,8 @@ class LatentExperts(moe_layer.MoELayer):
 def _replicated_linear() -> Iterator[None]:
     module: Any = moe_layer
     before = module.HAVE_TE, module.TELinear
-    module.HAVE_TE, module.TELinear = True, ReplicatedLinear
+    module.HAVE_TE = True
+    module.TELinear = ReplicatedLinear
     try:
         yield
     finally:

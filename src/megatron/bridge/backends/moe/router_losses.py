@@ -210,7 +210,8 @@ def _record_loss(
     router: Any, name: str, loss: Tensor, local_tokens: Tensor, all_tokens: Tensor
 ) -> None:
     config = router.config
-    layers, layer = config.num_layers, router.layer_number
+    layers = config.num_layers
+    layer = router.layer_number
     if router.is_mtp_layer:
         layer += layers
     layers += config.mtp_num_layers or 0

@@ -59,7 +59,8 @@ def causal_convolution(
     ``bias`` [features]. ``cu_seqlens`` [sequences + 1] are the bounds of the sequences of a packed row; None means
     one sequence per row.
     """
-    taps, length = weight.shape[-1], x.shape[1]
+    taps = weight.shape[-1]
+    length = x.shape[1]
     position = None if cu_seqlens is None else positions_in_sequences(cu_seqlens, length)
     total = torch.zeros_like(x) if bias is None else bias.expand_as(x)
     for back in range(taps):
@@ -123,7 +124,8 @@ def chunk_gated_delta_rule(
     assert not use_qk_l2norm_in_kernel
     bounds = [0, q.shape[1]] if cu_seqlens is None else host_values(cu_seqlens)
     lengths = [stop - start for start, stop in pairwise(bounds)]
-    scale, dtype = q.shape[-1] ** -0.5, q.dtype
+    scale = q.shape[-1] ** -0.5
+    dtype = q.dtype
     size = CHUNK if g.dim() == 3 else CHANNEL_CHUNK
     size = size if initial_state is None else min(size, lengths[0])
     q, k, v, g, beta = (_split_into_chunks(x, lengths, size) for x in (q, k, v, g, beta))
@@ -155,7 +157,9 @@ def chunk_gated_delta_rule(
 
 def _decayed_products(q: Tensor, k: Tensor, log_decay: Tensor) -> tuple[Tensor, Tensor]:
     """Compute products of keys and of queries with the earlier keys, weighted by the decay."""
-    size, queries, keys = q.shape[-2], (k, q), k
+    size = q.shape[-2]
+    queries = (k, q)
+    keys = k
     later = torch.ones(size, size, dtype=torch.bool, device=q.device).triu(1).unsqueeze(-1)
     decay = (log_decay.unsqueeze(-2) - log_decay.unsqueeze(-3)).masked_fill(later, -torch.inf).exp()
     if log_decay.shape[-1] == 1:
@@ -179,7 +183,8 @@ def _scan_chunks(
     """Carry the state from chunk to chunk; it is zero before the chunks in ``firsts``."""
     outputs: list[Tensor] = []
     for index in range(fresh.shape[2]):
-        corrections, recalled = fresh[:, :, index], within[:, :, index]
+        corrections = fresh[:, :, index]
+        recalled = within[:, :, index]
         if index in firsts:
             outputs.append(recalled @ corrections)
             state = to_end[:, :, index].mT @ corrections
@@ -207,7 +212,8 @@ def _from_chunks(x: Tensor, lengths: list[int], size: int) -> Tensor:
 
 
 def _first_chunks(lengths: list[int], size: int) -> set[int]:
-    firsts, start = set[int](), 0
+    firsts = set[int]()
+    start = 0
     for length in lengths:
         firsts.add(start)
         start += -(-length // size)
@@ -221,7 +227,8 @@ def init_conv_weight(weight: Tensor, group: dist.ProcessGroup) -> None:
     It is [features of this rank, 1, taps], uniform within 1 / sqrt(taps) as in PyTorch; the random number generators of
     ``group`` agree.
     """
-    ranks, bound = group.size(), weight.shape[-1] ** -0.5
+    ranks = group.size()
+    bound = weight.shape[-1] ** -0.5
     all_ranks = torch.empty(ranks * weight.shape[0], *weight.shape[1:]).uniform_(-bound, bound)
     weight.copy_(all_ranks.chunk(ranks)[group.rank()])
 
@@ -315,7 +322,8 @@ class DeltaNet(GatedDeltaNet):
 
     def state_shapes(self) -> list[StateShape]:
         """Return the shapes of a text's states: last inputs of the convolution, and the state of each head."""
-        taps, channels = self.conv1d.weight.shape[-1], self.conv1d.weight.shape[0]
+        taps = self.conv1d.weight.shape[-1]
+        channels = self.conv1d.weight.shape[0]
         heads: Any = (self.num_v_heads_local_tp, self.key_head_dim, self.value_head_dim)
         return [
             StateShape((taps - 1, channels), self.config.params_dtype),

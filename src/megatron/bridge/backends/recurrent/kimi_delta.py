@@ -43,13 +43,12 @@ class KimiDeltaAttention(TensorParallelMixer):
 
     def prepare(self, submodules: Any) -> int:
         config: Any = self.config
-        self.width, heads = config.linear_key_head_dim, config.linear_num_key_heads
+        self.width = config.linear_key_head_dim
+        heads = config.linear_num_key_heads
         self.heads = heads // self.tp_group.size()
-        inner, hidden, taps = (
-            self.heads * self.width,
-            config.hidden_size,
-            config.linear_conv_kernel_dim,
-        )
+        inner = self.heads * self.width
+        hidden = config.hidden_size
+        taps = config.linear_conv_kernel_dim
         shapes: dict[str, tuple[int, ...]] = {}
         shapes |= {f"{name}_proj": (inner, hidden) for name in _QKV} | {
             f"{n}_conv1d": (inner, 1, taps) for n in _QKV
@@ -105,7 +104,8 @@ class KimiDeltaAttention(TensorParallelMixer):
         state: Tensor | None = None,
         bounds: Tensor | None = None,
     ) -> tuple[Tensor, tuple[Tensor, Any]]:
-        inner, history_length = self.heads * self.width, 0 if history is None else history.size(1)
+        inner = self.heads * self.width
+        history_length = 0 if history is None else history.size(1)
         qkv, decay, gate, beta = projected.split([3 * inner, inner, inner, self.heads], -1)
         extended, history = with_history(qkv, qkv[:, :0] if history is None else history)
         taps = torch.cat([getattr(self, f"{name}_conv1d") for name in _QKV]).squeeze(1)
@@ -127,6 +127,7 @@ class KimiDeltaAttention(TensorParallelMixer):
 
     def state_shapes(self) -> list[StateShape]:
         """Return the shapes of a text's states: last inputs of the convolutions, and the state of each head."""
-        taps, inner = self.q_conv1d.shape[-1], self.heads * self.width
+        taps = self.q_conv1d.shape[-1]
+        inner = self.heads * self.width
         history = StateShape((taps - 1, 3 * inner), self.config.params_dtype)
         return [history, StateShape((self.heads, self.width, self.width), torch.float32)]

@@ -75,7 +75,8 @@ class FusedMambaMixer(MambaMixer):
 
     def _ssm_training(self, zxBCdt: Tensor, packed_seq_params: Any = None) -> Tensor:  # noqa: N803 - Megatron-Core's name
         """Compute normalized outputs [s, b, inner] of projected inputs [s, b, z + x + B + C + dt]."""
-        cp, config = self.cp, self.config
+        cp = self.cp
+        config = self.config
         dtype = {"state_dtype": config.mamba_training_ssm_states_dtype or config.params_dtype}
         y = mamba_mixer.mamba_split_conv1d_scan_combined(
             zxBCdt.transpose(0, 1).contiguous(),
@@ -189,7 +190,8 @@ class TorchMambaMixer(MambaMixer):
 
     def _gather(self, local: Tensor, packed: Any) -> Tensor:
         """Exchange a part of the sequence with all heads for the whole, ordered sequence of this rank's heads."""
-        full_sequence, size = self.cp.pre_conv_ssm(local), self.cp.cp_size
+        full_sequence = self.cp.pre_conv_ssm(local)
+        size = self.cp.cp_size
         if packed is None or size == 1:
             return full_sequence
         # without Transformer Engine, pre_conv_ssm orders chunks as if the row were one sequence: undo that
@@ -218,7 +220,8 @@ class TorchMambaMixer(MambaMixer):
         """Compute gated outputs [b, s, inner] of continued texts, and their new states."""
         gate, xbc, dt = self._split(projected)
         extended, history = with_history(xbc, history)
-        weight, bias = self.cp.get_conv1d_weight().squeeze(1), self.cp.get_conv1d_bias()
+        weight = self.cp.get_conv1d_weight().squeeze(1)
+        bias = self.cp.get_conv1d_bias()
         mixed = causal_convolution(extended, weight, bias, None)[:, history.size(1) :]
         y, state = self._scan(gate, mixed, dt, state)
         return y, (history, state)
@@ -242,7 +245,8 @@ class TorchMambaMixer(MambaMixer):
     def _split(self, projected: Tensor) -> tuple[Tensor, ...]:
         """Split projections [..., z + x + B + C + dt] into the gate, x with B and C, and dt."""
         cp = self.cp
-        inner, states = cp.d_inner_local_tpcp, cp.ngroups_local_tpcp * self.d_state
+        inner = cp.d_inner_local_tpcp
+        states = cp.ngroups_local_tpcp * self.d_state
         return projected.split([inner, inner + 2 * states, cp.nheads_local_tpcp], dim=-1)
 
     def _scan(
@@ -250,10 +254,12 @@ class TorchMambaMixer(MambaMixer):
     ) -> tuple[Tensor, Tensor]:
         """Compute gated outputs [b, s, inner] in float32, and the state after them."""
         cp = self.cp
-        inner, states = cp.d_inner_local_tpcp, cp.ngroups_local_tpcp * self.d_state
+        inner = cp.d_inner_local_tpcp
+        states = cp.ngroups_local_tpcp * self.d_state
         x, b, c = F.silu(convolved).split([inner, states, states], dim=-1)
         x = x.unflatten(-1, (-1, self.headdim))
-        b, c = self._grouped(b), self._grouped(c)
+        b = self._grouped(b)
+        c = self._grouped(c)
         dt = F.softplus(dt.float() + cp.get_dt_bias().float()).clamp(*self.step_limit)
         y, state = ssd.scan(x, dt, -cp.get_A_log().float().exp(), b, c, self.chunk_size, state)
         y = y + cp.get_D().float()[:, None] * x
@@ -278,7 +284,8 @@ class GroupRMSNorm(SplitNorm):
     ) -> None:
         super().__init__()
         assert not norm_before_gate, "Megatron-Core's mixer normalizes gated outputs"
-        self.eps, self.group_size = eps, group_size
+        self.eps = eps
+        self.group_size = group_size
         self.weight = torch.nn.Parameter(torch.ones(hidden_size, device=device, dtype=dtype))
 
     def forward(self, x: Tensor) -> Tensor:

@@ -92,9 +92,11 @@ class Mamba1Mixer(TensorParallelMixer):
         config: Any = self.config
         inner = config.mamba_num_heads * config.mamba_head_dim
         width = inner // self.tp_group.size()
-        states, rank = config.mamba_state_dim, config.mamba_dt_rank
+        states = config.mamba_state_dim
+        rank = config.mamba_dt_rank
         self.d_inner_local_tp = width
-        self.states, self.rank = states, rank
+        self.states = states
+        self.rank = rank
         self.in_proj = build_module(
             submodules.in_proj, config.hidden_size, 2 * inner, **self.first_options
         )

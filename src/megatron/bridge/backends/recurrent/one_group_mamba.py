@@ -37,9 +37,11 @@ class OneGroupMambaMixer(TorchMambaMixer):
         groups = pg_collection or ProcessGroupCollection.use_mpu_process_groups(
             required_pgs=["tp", "cp"]
         )
-        ranks, cut = groups.tp.size(), copy.copy(config)
+        ranks = groups.tp.size()
+        cut = copy.copy(config)
         # each rank has a part of the shared rows of B and C
-        cut.mamba_num_groups, cut.mamba_state_dim = ranks, config.mamba_state_dim // ranks
+        cut.mamba_num_groups = ranks
+        cut.mamba_state_dim = config.mamba_state_dim // ranks
         sizes: Any = {
             "d_model": config.hidden_size,
             "d_conv": getattr(config, "mamba_conv_kernel", 4),
@@ -54,7 +56,8 @@ class OneGroupMambaMixer(TorchMambaMixer):
             device=self.norm.weight.device,
             dtype=config.params_dtype,
         )
-        norm.weight, norm.tp_group = self.norm.weight, groups.tp
+        norm.weight = self.norm.weight
+        norm.tp_group = groups.tp
         self.norm = norm
 
     def forward(
@@ -82,7 +85,8 @@ class NormOverRanks(GroupRMSNorm):
 
     def forward(self, x: Tensor) -> Tensor:
         """Normalize ``x`` [..., outputs of this rank]; the result has the dtype of the gain."""
-        x, ranks = x.float(), self.tp_group.size()
+        x = x.float()
+        ranks = self.tp_group.size()
         # each rank's outputs depend on the sum, so its gradient is also summed
         total = mappings.reduce_from_tensor_model_parallel_region(
             x.square().sum(-1, keepdim=True), self.tp_group

@@ -39,7 +39,8 @@ def scan(
     Returns:
         y [batch, sequence, heads, head width], and the state.
     """
-    length, groups = x.shape[1], b.shape[2]
+    length = x.shape[1]
+    groups = b.shape[2]
     chunk = min(chunk, length)
     x, dt, b, c = (_split_into_chunks(part.float(), chunk) for part in (x, dt, b, c))
     # x [batch, chunk, group, head, position, width]; dt without the width

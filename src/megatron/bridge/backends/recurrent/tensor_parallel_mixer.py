@@ -46,7 +46,8 @@ class TensorParallelMixer(MegatronModule):
     ) -> None:
         super().__init__(config)
         groups = pg_collection or ProcessGroupCollection.use_mpu_process_groups(required_pgs=["tp"])
-        self.layer_number, self.tp_group = layer_number, groups.tp
+        self.layer_number = layer_number
+        self.tp_group = groups.tp
         device = None if config.use_cpu_initialization else torch.cuda.current_device()
         self.like: Any = {"device": device, "dtype": config.params_dtype}
         common = {"config": config, "bias": False, "is_expert": False, "tp_group": groups.tp}
@@ -126,7 +127,8 @@ class TensorParallelMixer(MegatronModule):
         elif "conv1d" in name:
             init_conv_weight(weight, self.tp_group)
         elif name.endswith("proj"):
-            ranks, dim = self.tp_group.size() if name in self.cut else 1, self.cut.get(name, 0)
+            ranks = self.tp_group.size() if name in self.cut else 1
+            dim = self.cut.get(name, 0)
             all_ranks = torch.cat([torch.empty_like(weight)] * ranks, dim)
             self.config.init_method(all_ranks)  # type: ignore[misc]
             weight.copy_(all_ranks.chunk(ranks, dim)[self.tp_group.rank() if ranks > 1 else 0])

@@ -61,7 +61,9 @@ class SharedKVAttention(SelfAttention):
         self.source: list[
             SharedKVAttention
         ] = []  # in a list, so that it does not become a submodule
-        self.roles, self.is_source, self.is_last = roles, False, False
+        self.roles = roles
+        self.is_source = False
+        self.is_last = False
         if roles == "q":
             self.k_layernorm = None
         elif roles == "qk":

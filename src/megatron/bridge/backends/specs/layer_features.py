@@ -85,10 +85,8 @@ def _check(config: TransformerConfig, provider: BackendSpecProvider) -> None:
         raise UserError(
             "qk_norm_across_heads=True excludes qk_layernorm, qk_l2_norm and multi_latent_attention: set only one"
         )
-    groups, ranks = (
-        config.num_query_groups or config.num_attention_heads,
-        config.tensor_model_parallel_size,
-    )
+    groups = config.num_query_groups or config.num_attention_heads
+    ranks = config.tensor_model_parallel_size
     if (across or by_head) and groups < ranks:
         raise UserError(
             f"qk_norm_{'across_heads' if across else 'by_head'}=True cannot split num_query_groups={groups} over "
@@ -232,7 +230,8 @@ class ParallelResidualLayer(TransformerLayer):
         return super()._forward_attention(hidden_states, *args, **kwargs)
 
     def _forward_pre_mlp_layernorm(self, hidden_states: torch.Tensor) -> Any:
-        given, self._input = self._input, None
+        given = self._input
+        self._input = None
         assert given is not None, "attention comes before the MLP"
         return self._normed(given), hidden_states
 
@@ -311,7 +310,8 @@ def keep_lengths_without_rope(model: torch.nn.Module, config: Any) -> None:
         return
     for module in model.modules():
         if isinstance(module, SelfAttention) and config.no_rope_freq[module.layer_number - 1]:
-            module.q_layernorm, module.k_layernorm = None, None
+            module.q_layernorm = None
+            module.k_layernorm = None
 
 
 class LateNormAttention(SelfAttention):

@@ -117,7 +117,8 @@ class TorchLatentAttention(MLASelfAttention):
         plain, turned = query.split(
             [self.config.qk_head_dim, self.config.qk_pos_emb_head_dim], dim=-1
         )
-        turned, rotated = self._rotate(turned), self._rotate(rotated.unsqueeze(2))
+        turned = self._rotate(turned)
+        rotated = self._rotate(rotated.unsqueeze(2))
         plain = self.cache.project_queries(plain[:, 0]).unsqueeze(1)
         key = torch.cat((compressed.unsqueeze(2), rotated), dim=-1)
         return torch.cat((plain, turned), dim=-1), key, compressed.unsqueeze(2), queries, compressed

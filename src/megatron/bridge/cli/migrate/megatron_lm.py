@@ -170,7 +170,8 @@ def _split(text: str) -> tuple[list[str], list[str]]:
     except ValueError as error:
         raise UserError(f"the command line cannot be read ({error}): close its quotes") from error
     script = next((index for index, word in enumerate(words) if word.endswith(".py")), -1)
-    launcher, words = words[: script + 1], words[script + 1 :]
+    launcher = words[: script + 1]
+    words = words[script + 1 :]
     if not words or not words[0].startswith("--"):
         raise UserError(
             f"the command line has no arguments of Megatron-LM{f' ({words[0]})' if words else ''}: give "
@@ -455,7 +456,8 @@ _MOCK = (
 
 
 def _tokenizer(arguments: Arguments, translation: Translation) -> None:
-    model, size = arguments.get("tokenizer-model"), _number(arguments, "vocab-size")
+    model = arguments.get("tokenizer-model")
+    size = _number(arguments, "vocab-size")
     default = (
         "HuggingFaceTokenizer"
         if model

@@ -194,11 +194,10 @@ def _optimizer(config: ConfigContainer, model: list[Any]) -> Any:
 
 
 def _first_samples(config: ConfigContainer) -> str:
-    rank, ranks = (
-        parallel_state.get_data_parallel_rank(),
-        parallel_state.get_data_parallel_world_size(),
-    )
-    total, micro = samples_of(config.train), config.train.micro_batch_size
+    rank = parallel_state.get_data_parallel_rank()
+    ranks = parallel_state.get_data_parallel_world_size()
+    total = samples_of(config.train)
+    micro = config.train.micro_batch_size
     rounds = config.train.global_batch_size // (micro * ranks)
     sampler = MegatronPretrainingSampler(total, 0, micro, rank, ranks)
     ids = [sample_id for part in islice(sampler, rounds) for sample_id in part]
@@ -292,10 +291,8 @@ def messages_of_step(config: ConfigContainer, model: list[Any], optimizer: Any) 
 
 def _batch(config: ConfigContainer) -> dict[str, Any]:
     shape = config.train.micro_batch_size, config.dataset.seq_length
-    tokens, mask = (
-        torch.zeros(shape, dtype=torch.long, device="cpu"),
-        torch.ones(shape, device="cpu"),
-    )
+    tokens = torch.zeros(shape, dtype=torch.long, device="cpu")
+    mask = torch.ones(shape, device="cpu")
     return {
         "tokens": tokens,
         "labels": tokens,
@@ -312,7 +309,8 @@ def message_table(messages: Sequence[Message]) -> Iterator[str]:
         kinds.setdefault((message.kind, message.group, message.ranks), []).append(message.bytes)
     rows = [("times", "MB each", "GB", "ranks", "messages")]
     for (kind, group, ranks), sizes in sorted(kinds.items(), key=lambda item: -sum(item[1])):
-        low, high = f"{min(sizes) / 1e6:.3g}", f"{max(sizes) / 1e6:.3g}"
+        low = f"{min(sizes) / 1e6:.3g}"
+        high = f"{max(sizes) / 1e6:.3g}"
         span = low if low == high else f"{low} to {high}"
         name = group.lower().removesuffix("_group").replace("_", " ")
         rows.append(

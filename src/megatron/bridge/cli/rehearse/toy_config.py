@@ -141,7 +141,8 @@ def _describe_changes(toy: Toy) -> list[str]:
 
 
 def _set_parallelism(toy: Toy) -> None:
-    model, dimensions = toy.config.model, toy.dimensions
+    model = toy.config.model
+    dimensions = toy.dimensions
     model.tensor_model_parallel_size = dimensions.tensor
     model.pipeline_model_parallel_size = dimensions.pipeline
     model.context_parallel_size = dimensions.context
@@ -311,7 +312,8 @@ def _uneven_layers(model: Any, stages: int, count: int) -> int:
     )
     if counted:
         return stages - counted  # embedding and loss count as layers
-    layers_per_stage, ends = count // model.pipeline_model_parallel_size, 0
+    layers_per_stage = count // model.pipeline_model_parallel_size
+    ends = 0
     for name in ("num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage"):
         if getattr(model, name) is not None:
             setattr(model, name, layers_per_stage + virtual)
@@ -329,7 +331,8 @@ def _pipeline_layout(text: str, stages: int, count: int) -> str:
 
 
 def _remove_hardware_features(toy: Toy) -> None:
-    config, model = toy.config, toy.config.model
+    config = toy.config
+    model = toy.config.model
     model.backend = "torch"
     model.tp_comm_overlap = False
     model.use_te_activation_func = False
@@ -358,8 +361,11 @@ def _remove_hardware_features(toy: Toy) -> None:
 
 
 def _shorten(toy: Toy, steps: int) -> None:
-    config, dimensions = toy.config, toy.dimensions
-    train, scheduler, dataset = config.train, config.scheduler, config.dataset
+    config = toy.config
+    dimensions = toy.dimensions
+    train = config.train
+    scheduler = config.scheduler
+    dataset = config.dataset
     microbatches = (
         2 * dimensions.pipeline
         if config.model.virtual_pipeline_model_parallel_size
@@ -367,17 +373,20 @@ def _shorten(toy: Toy, steps: int) -> None:
     )
     train.micro_batch_size = min(train.micro_batch_size, 2)
     train.global_batch_size = train.micro_batch_size * dimensions.data * microbatches
-    train.train_iters, train.num_epochs = 2 * steps, None
+    train.train_iters = 2 * steps
+    train.num_epochs = None
     train.exit_interval = train.exit_duration_in_mins = None
     config.validation.eval_iters = min(config.validation.eval_iters, 1)
     config.validation.eval_interval = steps
-    scheduler.lr_warmup_iters, scheduler.lr_decay_iters = 0, None
+    scheduler.lr_warmup_iters = 0
+    scheduler.lr_decay_iters = None
     scheduler.lr_wsd_decay_iters = scheduler.lr_wsd_decay_iters and 1
     for part in getattr(dataset, "datasets", [dataset]):
         part.seq_length = SEQ_LENGTH
         specs = getattr(part, "packed_sequence_specs", None)
         if specs is not None and specs.packed_sequence_size > 0:
-            specs.packed_sequence_size, specs.pad_seq_to_mult = SEQ_LENGTH, None
+            specs.packed_sequence_size = SEQ_LENGTH
+            specs.pad_seq_to_mult = None
         if getattr(part, "truncation", None) == "refuse":
             part.truncation = "right"  # the samples are as long as in the real run
     dataset.seq_length = SEQ_LENGTH

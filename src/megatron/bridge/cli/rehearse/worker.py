@@ -55,7 +55,8 @@ class Rehearsal:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.plan = json.loads((folder / PLAN_FILE).read_text())
-        self.first, self.second = folder / "run", folder / "resumed"
+        self.first = folder / "run"
+        self.second = folder / "resumed"
 
     def train(self) -> tuple[str, str]:
         """Train ``2 * steps`` steps, with a checkpoint in the middle."""

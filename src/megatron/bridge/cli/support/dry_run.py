@@ -122,7 +122,8 @@ def _comments(lines: list[str]) -> str:
 def _differences(job: TrainJob) -> Iterator[str]:
     if job.recipe is None:
         return
-    recipe_values, run_values = leaf_values(job.recipe()), leaf_values(job.config)
+    recipe_values = leaf_values(job.recipe())
+    run_values = leaf_values(job.config)
     for key, value in run_values.items():
         if key not in recipe_values and job.origins.get(key) != DEFAULT:
             yield f"not in the recipe: {key}={value!r}"
@@ -161,7 +162,8 @@ def _verdict(
     """Whether the model fits, and if not, the nearest settings with which it does."""
     if kind not in GPUS:
         return
-    fullest, fits = fullest_stage(memory), _fits(config, world_size, memory, kind)
+    fullest = fullest_stage(memory)
+    fits = _fits(config, world_size, memory, kind)
     reserve = reserve_of(config, world_size, kind)
     needed = reserve.around(fullest.total)
     verdict = f"{kind}: {'fits' if fits else 'does NOT fit'}"

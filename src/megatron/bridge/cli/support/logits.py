@@ -30,7 +30,8 @@ def tokens(bridge: Any, prompt: str | None) -> "tuple[Tensor, Any]":
         tokenizer = bridge.hf_pretrained.tokenizer
         ids = tokenizer(prompt or PROMPT, return_tensors="pt").input_ids
     except (OSError, ValueError, KeyError, ImportError):
-        tokenizer, ids = None, torch.empty(1, 0)
+        tokenizer = None
+        ids = torch.empty(1, 0)
     if ids.numel():  # without tokenizer files, transformers may make an empty tokenizer
         return ids, tokenizer
     if prompt is not None:

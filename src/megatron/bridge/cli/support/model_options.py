@@ -60,7 +60,8 @@ def set_parallel_sizes(provider: Any, sizes: dict[str, Any]) -> None:
         setattr(provider, name, value)
     if sizes["virtual_pipeline_model_parallel_size"]:
         # batched p2p is wrong if the previous and the next rank are the same process
-        provider.overlap_p2p_comm, provider.batch_p2p_comm = True, False
+        provider.overlap_p2p_comm = True
+        provider.batch_p2p_comm = False
     if groups := pad_query_groups(provider):
         ranks = provider.tensor_model_parallel_size
         console().print(

@@ -37,7 +37,8 @@ def rank_table(config: "ConfigContainer", world_size: int) -> Iterator[str]:
     Megatron-Core numbers ranks in the order tensor, context, data, pipeline.
     """
     model = config.model
-    stages, replicas = model.pipeline_model_parallel_size, config.data_parallel_size(world_size)
+    stages = model.pipeline_model_parallel_size
+    replicas = config.data_parallel_size(world_size)
     cell = model.tensor_model_parallel_size * model.context_parallel_size
     columns = _shortened(replicas, _COLUMNS)
     texts = {
@@ -61,7 +62,8 @@ def rank_table(config: "ConfigContainer", world_size: int) -> Iterator[str]:
 def _groups(config: "ConfigContainer", world_size: int) -> Iterator[str]:
     """The groups within a cell, the expert groups, and the groups that cross nodes."""
     model = config.model
-    tensor, context = model.tensor_model_parallel_size, model.context_parallel_size
+    tensor = model.tensor_model_parallel_size
+    context = model.context_parallel_size
     if tensor * context > 1:
         shares = [f"tensor groups of {tensor}: {span(0, tensor)}"] if tensor > 1 else []
         shares += [f"context groups of {context}: {_list(context, tensor)}"] if context > 1 else []
@@ -74,7 +76,8 @@ def _groups(config: "ConfigContainer", world_size: int) -> Iterator[str]:
 
 def _experts(config: "ConfigContainer") -> str:
     model = config.model
-    size, experts = model.expert_model_parallel_size, model.num_moe_experts or 0
+    size = model.expert_model_parallel_size
+    experts = model.num_moe_experts or 0
     cut = model.expert_tensor_ranks
     each = f"{experts // size} of {experts} experts on each rank"
     # Megatron-Core orders the ranks of experts by expert tensor, expert, then the rest
@@ -170,7 +173,8 @@ def _list(count: int, step: int) -> str:
 
 
 def describe(config: "ConfigContainer", world_size: int) -> list[str]:
-    model, train = config.model, config.train
+    model = config.model
+    train = config.train
     replicas = config.data_parallel_size(world_size)
     tokens = train.global_batch_size * config.dataset.seq_length
     microbatches = train.global_batch_size // (train.micro_batch_size * replicas)

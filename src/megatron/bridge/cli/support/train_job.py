@@ -136,14 +136,16 @@ def _follow_checkpoint(job: TrainJob) -> list[Change]:
     """Use the tokenizer of the weights that the user chose, unless the user chose a tokenizer, too."""
     from megatron.bridge.models.conversion.pretrained import tokenizer_of
 
-    tokenizer, weights = job.config.tokenizer, job.config.checkpoint.pretrained_checkpoint
+    tokenizer = job.config.tokenizer
+    weights = job.config.checkpoint.pretrained_checkpoint
     chosen = {change.key for change in job.changes}
     follows = (
         "checkpoint.pretrained_checkpoint" in chosen and "tokenizer.tokenizer_model" not in chosen
     )
     if not follows or weights is None or tokenizer.tokenizer_type != "HuggingFaceTokenizer":
         return []
-    old, weights_tokenizer = tokenizer.tokenizer_model, tokenizer_of(weights)
+    old = tokenizer.tokenizer_model
+    weights_tokenizer = tokenizer_of(weights)
     if weights_tokenizer in (None, old):
         return []
     tokenizer.tokenizer_model = weights_tokenizer
@@ -165,7 +167,8 @@ def _pack(job: TrainJob) -> list[Change]:
             f"{type(dataset).__name__}: use a finetune recipe, or leave it out"
         )
     specs = dataset.packed_sequence_specs or PackedSequenceSpecs()
-    old, specs.packed_sequence_size = specs.packed_sequence_size, dataset.seq_length
+    old = specs.packed_sequence_size
+    specs.packed_sequence_size = dataset.seq_length
     dataset.packed_sequence_specs = specs
     # the size alone: the other specs are derived later
     key = "dataset.packed_sequence_specs.packed_sequence_size"

@@ -25,7 +25,9 @@ _WARM = 2
 
 def run(job: TrainJob, search: "Search", prices: "list[Price]") -> "list[Price]":
     """Return ``prices`` with measured seconds, fastest first; layouts that lost a round follow the winners."""
-    steps, left, out = _FIRST, list(prices), []
+    steps = _FIRST
+    left = list(prices)
+    out = []
     while left:
         measured = sorted(
             (_measured(job, search, price, steps) for price in left),
@@ -33,7 +35,8 @@ def run(job: TrainJob, search: "Search", prices: "list[Price]") -> "list[Price]"
         )
         keep = len(measured) // 2
         out = [*measured[keep:], *out]
-        left, steps = measured[:keep], 2 * steps
+        left = measured[:keep]
+        steps = 2 * steps
     return out
 
 
@@ -82,7 +85,8 @@ def overrides(search: "Search", price: "Price") -> list[str]:
     """Return ``key=value`` for each setting of a layout that differs from the config."""
     from megatron.bridge.autotune.search.candidate import as_overrides
 
-    settings, configured = price.candidate.settings(), search.pricer.configured(price.candidate)
+    settings = price.candidate.settings()
+    configured = search.pricer.configured(price.candidate)
     settings["train.global_batch_size"] = configured.train.global_batch_size
     if configured.ddp.use_distributed_optimizer:
         settings["ddp.use_distributed_optimizer"] = True

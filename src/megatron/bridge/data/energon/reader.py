@@ -177,7 +177,8 @@ class RecordTask(energon.DefaultTaskEncoder):
             return
         self._unreported.add(encoded.report)
         for encoded_sample in encoded.samples:
-            report, self._unreported = self._unreported.to_dict(), EncodingReport()
+            report = self._unreported.to_dict()
+            self._unreported = EncodingReport()
             content = (
                 encoded_sample._asdict()
                 if self._config.packed
@@ -188,7 +189,8 @@ class RecordTask(energon.DefaultTaskEncoder):
     def select_samples_to_pack(self, samples: list[EnergonSample]) -> list[list[EnergonSample]]:
         """Pack a buffer of samples by best-fit decreasing."""
         lengths = np.array([len(sample["tokens"]) - 1 for sample in samples])
-        media, images = self._encode.media, None
+        media = self._encode.media
+        images = None
         if media is not None:
             images = [media.total_tokens(sample["images"]) for sample in samples]
         image_limit = (media.max_image_tokens if media else None) or sum(images or [0])

@@ -75,7 +75,8 @@ def prepare_split(
 ) -> PreparedSamples | None:
     """Tokenize a split, unless that was done to count its rows; None if it is not used."""
     if split == "train" and config.counted is not None:
-        counted, config.counted = config.counted, None
+        counted = config.counted
+        config.counted = None
         return counted
     source = config.limited_source(split)
     if source is None:
@@ -111,7 +112,8 @@ def find_record_problems(config: "SFTDatasetConfig", tokenizer: Tokenizer) -> li
 def _make_rows(
     config: "SFTDatasetConfig", samples: Samples, tokenizer: Tokenizer, media: MediaProcessor | None
 ) -> Dataset[Row]:
-    multiple, padding = config.sequence_multiple, tokenizer.eod
+    multiple = config.sequence_multiple
+    padding = tokenizer.eod
     if config.padding_free:
         return SampleRows(samples, None, padding, multiple, media)
     if not config.packed:

@@ -49,7 +49,8 @@ def pack(
             if not rows_with[space]:
                 del rows_with[space], spaces[space_index]
         else:
-            space, row = capacity, count
+            space = capacity
+            row = count
             image_space.append(image_capacity)
             count += 1
         row_of[sample] = row

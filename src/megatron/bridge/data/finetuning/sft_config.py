@@ -142,7 +142,8 @@ class FinetuningDatasetConfig(SFTDatasetConfig):
 
     def source(self, split: Split) -> RecordSource | None:
         """The file of a split; a folder without validation or test file trains without them."""
-        folder, stem = storage.fetch(self.dataset_root), FILE_STEMS[split]
+        folder = storage.fetch(self.dataset_root)
+        stem = FILE_STEMS[split]
         candidates = [folder / f"{stem}{suffix}" for suffix in SUFFIXES]
         files = [path for path in candidates if path.is_file()]
         if len(files) > 1:
@@ -200,7 +201,8 @@ class BlendedDatasetConfig(DatasetConfig):
         return any(dataset.joins_samples for dataset in self.datasets)
 
     def problems(self) -> list[str]:
-        problems, count = super().problems(), len(self.datasets)
+        problems = super().problems()
+        count = len(self.datasets)
         if not self.datasets:
             problems.append("dataset.datasets is empty: name at least one dataset")
         if len(self.weights) != count:
@@ -221,7 +223,8 @@ class BlendedDatasetConfig(DatasetConfig):
         ]
 
     def _part_problems(self, index: int) -> list[str]:
-        part, name = self.datasets[index], f"dataset.datasets[{index}]"
+        part = self.datasets[index]
+        name = f"dataset.datasets[{index}]"
         problems = [
             f"{name}.{entry.name}={value} has no effect: set it on the blend"
             for entry in fields(DatasetConfig)

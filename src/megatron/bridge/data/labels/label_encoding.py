@@ -132,7 +132,8 @@ class WordLabelEncoder(PairEncoder):
     def _pair(self, location: str, record: Record, report: EncodingReport) -> Sequence[Sample]:
         words, classes = self._words(record, location)
         encoded = self._hf(words, is_split_into_words=True)
-        ids, places = list(encoded["input_ids"]), encoded.word_ids()
+        ids = list(encoded["input_ids"])
+        places = encoded.word_ids()
         if not (length := self._fitting(ids, location, report)):
             report.drop(TOO_LONG, location)
             return []
@@ -170,7 +171,8 @@ class WordLabelEncoder(PairEncoder):
 
     def _words(self, record: Record, location: str) -> tuple[list[str], list[int]]:
         rules: Any = self.rules
-        words, labels = record.get(rules.text_column), record.get(rules.label_column)
+        words = record.get(rules.text_column)
+        labels = record.get(rules.label_column)
         if not (
             isinstance(words, list) and isinstance(labels, list) and len(words) == len(labels) > 0
         ):

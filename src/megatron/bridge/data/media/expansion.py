@@ -28,7 +28,9 @@ class Expansion:
     )
 
     def __init__(self, processor: Any, values: Values, hf: Any) -> None:
-        self.processor, self.values, self.hf = processor, values, hf
+        self.processor = processor
+        self.values = values
+        self.hf = hf
         older = values.get("image_token_index", values.get("img_context_token_id"))
         self.token_id: int = values.get("image_token_id", older)
         self.token: str = hf.convert_ids_to_tokens(self.token_id)
@@ -89,7 +91,8 @@ class GlmPatches(QwenPatches):
     def _resized(self, height: int, width: int) -> tuple[int, int]:
         from transformers.models.glm4v.image_processing_pil_glm4v import smart_resize
 
-        frames, size = self.processor.temporal_patch_size, self.processor.size
+        frames = self.processor.temporal_patch_size
+        size = self.processor.size
         return smart_resize(
             *(frames, height, width, frames, self._factor),
             size["shortest_edge"],
@@ -146,7 +149,8 @@ class NemotronOmni(Expansion):
             get_patch_grid_size,
         )
 
-        images, merge = self.processor, round(1 / self.processor.downsample_ratio)
+        images = self.processor
+        merge = round(1 / self.processor.downsample_ratio)
         max_patches = (images.max_model_len - 4) * merge**2
         max_patches = max(
             min(max_patches, images.max_num_patches or max_patches), images.min_num_patches
@@ -157,10 +161,8 @@ class NemotronOmni(Expansion):
         return math.prod(grid) // merge**2
 
     def text(self, height: int, width: int) -> str:
-        start, end = (
-            self.named("image_start_token", "<img>"),
-            self.named("image_end_token", "</img>"),
-        )
+        start = self.named("image_start_token", "<img>")
+        end = self.named("image_end_token", "</img>")
         return f"{start}{super().text(height, width)}{end}"
 
 
@@ -174,10 +176,8 @@ class NemotronTiles(Expansion):
         return self.processor.tokens * self.tiles(height, width)
 
     def text(self, height: int, width: int) -> str:
-        start, end = (
-            self.values.get("img_start_token", "<img>"),
-            self.values.get("img_end_token", "</img>"),
-        )
+        start = self.values.get("img_start_token", "<img>")
+        end = self.values.get("img_end_token", "</img>")
         return f"{start}{super().text(height, width)}{end}"
 
 
@@ -325,10 +325,8 @@ class InternVL(Expansion):
         return self.values.get("image_seq_length", 256)
 
     def text(self, height: int, width: int) -> str:
-        start, end = (
-            self.named("start_image_token", "<img>"),
-            self.named("end_image_token", "</img>"),
-        )
+        start = self.named("start_image_token", "<img>")
+        end = self.named("end_image_token", "</img>")
         return f"{start}{super().text(height, width)}{end}"
 
 

@@ -100,7 +100,9 @@ def _next_grid(grids: _Grids, kind: int) -> tuple[Any, float]:
 
 
 def _grid_positions(grid: Any, merge: int, step: float) -> Positions:
-    frames, height, width = int(grid[0]), int(grid[1]) // merge, int(grid[2]) // merge
+    frames = int(grid[0])
+    height = int(grid[1]) // merge
+    width = int(grid[2]) // merge
     # float32 and then cut off, as transformers does
     time = (np.arange(frames) * np.float32(step)).astype(np.int64)
     return np.stack(np.meshgrid(time, np.arange(height), np.arange(width), indexing="ij")).reshape(

@@ -86,7 +86,8 @@ class MediaProcessor:
             None if hf.chat_template else self.expansion.template
         )
         self.kind = kind
-        self._rules, self._values = rules, values
+        self._rules = rules
+        self._values = values
         self._blanks: dict[str, dict[str, Tensor]] = {}
         self.token_ids = [
             self.expansion.token_id,
@@ -134,10 +135,8 @@ class MediaProcessor:
             for name in ("image_seq_length", "image_seq_len", "patch_size")
         ]
         values += [] if self.max_image_tokens is None else [self.max_image_tokens]
-        rules, video_config = (
-            self._rules,
-            read_json_file(self._rules.processor_path, "video_preprocessor_config.json"),
-        )
+        rules = self._rules
+        video_config = read_json_file(self._rules.processor_path, "video_preprocessor_config.json")
         videos = (
             rules.fps,
             rules.max_frames,
@@ -266,7 +265,8 @@ class MediaProcessor:
             return (
                 self.videos.blank(item) if isinstance(item, VideoReference) else self._blank(item)
             )
-        name, grids = ("video" if self._is_video(item) else "image"), self._grids(item)
+        name = "video" if self._is_video(item) else "image"
+        grids = self._grids(item)
         tensors = {f"{name}_grid_thw": torch.tensor(grids)}
         if any(is_local):
             all_tensors = self._part(item, [])

@@ -52,7 +52,8 @@ def _limit_pixels(processor: Any, edge: str, value: int | None, name: str) -> No
     from transformers.image_utils import SizeDict
 
     processor.size = SizeDict(**{**dict(processor.size), edge: value})
-    minimum, maximum = processor.size["shortest_edge"], processor.size["longest_edge"]
+    minimum = processor.size["shortest_edge"]
+    maximum = processor.size["longest_edge"]
     if minimum > maximum:
         raise UserError(
             f"dataset.{name}={value} contradicts the other limit: images would have {minimum} pixels at least and "

@@ -69,7 +69,8 @@ def decode(reference: ImageReference) -> "Image.Image":
     """
     from PIL import ImageOps
 
-    source, location = reference.source, reference.where
+    source = reference.source
+    location = reference.where
     with _image_errors(source, location), _opened_image(source, location) as file:
         height, width = _turned_size(file)
         if (height, width) != (reference.height, reference.width):
@@ -135,7 +136,8 @@ def png(image: Any) -> bytes:
 def _path_inside_root(name: str, root: Path, location: str, kind: str) -> Path:
     try:
         # no file is outside of the root of all files, where names are those of the command's own folder
-        path, folder = ((Path() if root == Path("/") else root) / name).resolve(), root.resolve()
+        path = ((Path() if root == Path("/") else root) / name).resolve()
+        folder = root.resolve()
         is_file = path.is_file()
     except (OSError, ValueError) as error:  # too long, or with a null byte
         reason = getattr(error, "strerror", None) or one_line(error)

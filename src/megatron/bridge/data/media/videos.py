@@ -361,7 +361,8 @@ def _load_processor(kind: str, rules: MediaRules) -> Any:
 def _choose_frames(processor: Any, rules: MediaRules, limit: str) -> None:
     """Set which frames are used; ``limit`` is what the processor calls their largest number."""
     if rules.fps is not None:
-        processor.do_sample_frames, processor.fps = True, rules.fps
+        processor.do_sample_frames = True
+        processor.fps = rules.fps
         frame_limit = (
             (getattr(processor, limit, None) or MAX_FRAMES) if limit == "num_frames" else None
         )

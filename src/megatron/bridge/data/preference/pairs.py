@@ -30,12 +30,15 @@ class PairEncoder(RecordEncoder):
     """Tokenizes pairs. A pair is two samples, the chosen answer first; both are kept, or none."""
 
     def __call__(self, records: Sequence[LocatedRecord]) -> EncodedRecords:
-        report, encoded = EncodingReport(), list[Sample]()
+        report = EncodingReport()
+        encoded = list[Sample]()
         for location, record in super()._processed(records, report):
             encoded += self._pair(location, record, report)
         samples = Samples.of(encoded)
-        report.records, report.samples = len(records), len(samples)
-        report.tokens, report.trained = len(samples.tokens), int(samples.trained.sum())
+        report.records = len(records)
+        report.samples = len(samples)
+        report.tokens = len(samples.tokens)
+        report.trained = int(samples.trained.sum())
         return EncodedRecords(samples, report)
 
     def _processed(
@@ -64,7 +67,8 @@ class PairEncoder(RecordEncoder):
         return []
 
     def _keep(self, draft: EncodedRecord, report: EncodingReport) -> bool:
-        length, limit = len(draft.sample.tokens) - 1, self.rules.max_tokens - 1
+        length = len(draft.sample.tokens) - 1
+        limit = self.rules.max_tokens - 1
         if self.rules.truncation == "refuse" and length > limit:
             raise UserError(
                 f"{draft.where}: the answer and its prompt have {length} tokens, more than {limit}, half of "
@@ -197,7 +201,8 @@ class LabeledRows(SampleRows):
     """
 
     def __init__(self, samples: Samples, padding: int, longest: int, multiple: int = 1) -> None:
-        self.answers, self.longest = LabeledSamples(samples), longest
+        self.answers = LabeledSamples(samples)
+        self.longest = longest
         super().__init__(self.answers, None, padding, multiple)
         self._mismatched(0)
 

@@ -53,7 +53,8 @@ class PreferenceDatasetConfig(FinetuningDatasetConfig):
 
     def pair_rules(self) -> EncodingRules:
         """How records become pairs."""
-        rules, multiple = self.encoding_rules(), self.sequence_multiple
+        rules = self.encoding_rules()
+        multiple = self.sequence_multiple
         kind = LabeledRules if self.labeled else PairRules
         return rules.extended(kind, max_tokens=self.seq_length // 2 // multiple * multiple + 1)
 

@@ -119,7 +119,8 @@ class WriterState:
         """Read the state in a file; return None if there is no valid state."""
         try:
             saved = json.loads(path.read_text())
-            position, report = InputPosition(*saved["place"]), PreprocessReport(**saved["report"])
+            position = InputPosition(*saved["place"])
+            report = PreprocessReport(**saved["report"])
             return cls(
                 saved["key"],
                 position,
@@ -144,7 +145,8 @@ class DocumentLengths(NamedTuple):
 
 def write_index(path: Path, dtype: Any, files: list[DocumentLengths]) -> None:
     """Write Megatron-Core's index of consecutive documents with an amount of memory independent of their number."""
-    width, count = np.dtype(dtype).itemsize, sum(file.count for file in files)
+    width = np.dtype(dtype).itemsize
+    count = sum(file.count for file in files)
     end = 0
     with path.open("wb") as index:
         index.write(HEADER.pack(INDEX_MAGIC, 1, DTYPE_CODES[width], count, count + 1))
@@ -184,10 +186,8 @@ class IndexedDatasetWriter:
         self._tokens_path, self._lengths_path = (
             _path_with_ending(prefix, f"{end}.incomplete") for end in (".bin", ".idx")
         )
-        self._progress, self._index = (
-            _path_with_ending(prefix, ".progress.json"),
-            _path_with_ending(prefix, ".idx.new"),
-        )
+        self._progress = _path_with_ending(prefix, ".progress.json")
+        self._index = _path_with_ending(prefix, ".idx.new")
         self.state = WriterState(key)
         self._saved = time.monotonic()
 

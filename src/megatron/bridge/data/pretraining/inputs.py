@@ -122,7 +122,8 @@ def _is_document(config: "PreprocessConfig", part: InputPart) -> bool:
 
 def _read_lines(part: InputPart, position: InputPosition) -> Iterator[list[bytes]]:
     """Yield the lines that begin between ``position`` and the end of the part."""
-    offset, end = position.offset, sys.maxsize if part.end is None else part.end
+    offset = position.offset
+    end = sys.maxsize if part.end is None else part.end
     with _opened_input(part.url) as file:
         if not file.seekable():
             deque(islice(file, position.line - 1), maxlen=0)
@@ -155,7 +156,8 @@ def _read_rows(
         size += len(lines[-1])
         if size >= CHUNK_BYTES:
             yield lines
-            lines, size = [], 0
+            lines = []
+            size = 0
     if lines:
         yield lines
 

@@ -28,7 +28,8 @@ class MockGPTDataset(Dataset[dict[str, Any]]):
         if not 0 <= index < self.size:
             raise IndexError(index)
         random = np.random.default_rng((self.seed, self.split, index))
-        start, step = random.integers(self.vocab_size), random.integers(1, LARGEST_STEP + 1)
+        start = random.integers(self.vocab_size)
+        step = random.integers(1, LARGEST_STEP + 1)
         text = torch.from_numpy((start + step * np.arange(self.seq_length + 1)) % self.vocab_size)
         return {
             "tokens": text[:-1],

@@ -193,7 +193,8 @@ def preprocess_shards(
         f"--output-prefix={config.output_prefix}", "free some space, or choose another one"
     ):
         _claim_folder(plan)
-    missing, fruitless = plan.missing(range(len(plan.shards))), 0
+    missing = plan.missing(range(len(plan.shards)))
+    fruitless = 0
     if not missing and (manifest := finished_manifest(plan.config.output_prefix)):
         return manifest
     while missing and fruitless < ROUNDS:
@@ -233,13 +234,15 @@ def make_shard(plan: ShardPlan, encoder: DocumentEncoder, index: int) -> str:
 
 
 def _write_shard(plan: ShardPlan, encoder: DocumentEncoder, index: int) -> None:
-    aside, node = plan.aside(index, f"{socket.gethostname()}.{os.getpid()}"), socket.gethostname()
+    aside = plan.aside(index, f"{socket.gethostname()}.{os.getpid()}")
+    node = socket.gethostname()
     with IndexedDatasetWriter(aside, encoder.dtype, plan.key) as output:
         for documents in map(
             encoder, read_chunks(plan.config, plan.shards[index], output.state.place)
         ):
             output.write(documents)
-    state, sha256 = output.state, hashlib.sha256()
+    state = output.state
+    sha256 = hashlib.sha256()
     lengths = np.fromfile(f"{aside}.idx", np.int32, state.report.documents, offset=HEADER.size)
     for ending in (".bin", ".idx"):
         with Path(f"{aside}{ending}").open("rb") as file:
@@ -388,7 +391,9 @@ class ShardedCorpus(IndexedDataset):
 
     def initialize(self, path_prefix: str, multimodal: bool, mmap: bool, *state: Any) -> None:
         """Open the index and the shards; unpickling also calls this."""
-        self.path_prefix, self.multimodal, self.mmap = path_prefix, multimodal, mmap
+        self.path_prefix = path_prefix
+        self.multimodal = multimodal
+        self.mmap = mmap
         (
             self.object_storage_config,
             self.fast_cache_load,
@@ -408,7 +413,9 @@ class ShardReader(_BinReader):
     """Reads tokens by their position in the corpus. Each document is inside one shard."""
 
     def __init__(self, prefix: str, ends: np.ndarray, mmap: bool) -> None:
-        self._prefix, self._ends, self._mmap = prefix, ends, mmap
+        self._prefix = prefix
+        self._ends = ends
+        self._mmap = mmap
         self._maps: dict[int, np.ndarray] = {}
 
     def read(self, dtype: type[np.number], count: int, offset: int) -> np.ndarray:

@@ -168,7 +168,8 @@ def preview(
     samples: int = 3,
 ) -> Preview:
     """Look at ``samples`` of each split of a run's data, without drawing from its iterators."""
-    splits, corpora = [], []
+    splits = []
+    corpora = []
     for name, iterator in zip(SPLITS, data, strict=True):
         dataset = iterator.dataset if isinstance(iterator, BatchIterator) else iterator
         parts = list(_parts_of_blend(name, dataset))
@@ -176,7 +177,8 @@ def preview(
         if dataset is not None and not parts:
             corpora.append(preview_corpora(name, dataset, config.seq_length))
     first = list(_first_batches(config, data.train, sizes))
-    batches, described = [batch for batch, _ in first], [of_rank for _, of_rank in first]
+    batches = [batch for batch, _ in first]
+    described = [of_rank for _, of_rank in first]
     count = min(samples, len(batches[0]["tokens"])) if first and corpora else 0
     texts = [segments(_beginning_of_row(batches[0], row), tokenizer) for row in range(count)]
     return Preview(splits, corpora, texts, described)
@@ -195,7 +197,8 @@ def _preview_split(
     name: str, dataset: EpochRows, tokenizer: Tokenizer, samples: int
 ) -> SplitPreview:
     rows = dataset.rows
-    lengths, titles = rows.samples.lengths, rows.titles(samples)
+    lengths = rows.samples.lengths
+    titles = rows.titles(samples)
     return SplitPreview(
         name=name,
         source=dataset.source,
@@ -268,7 +271,8 @@ def _image_places(
     if media is None or not sample.images:
         return {}
     places = np.flatnonzero(np.isin(sample.tokens, media.token_ids)).tolist()
-    image_of_span, first = {}, 0
+    image_of_span = {}
+    first = 0
     for image in sample.images:
         count = media.tokens(image)
         image_of_span[places[first], places[first + count - 1] + 1] = image
@@ -295,12 +299,14 @@ def _first_batches(
         else:
             assert isinstance(train, BatchIterator), type(train)
             batches = make_iterator(train.dataset, config, shard, prefetch=False)
-        batch, ids = next(batches), batches.sample_ids
+        batch = next(batches)
+        ids = batches.sample_ids
         dataset: Any = batches.dataset if isinstance(batches, BatchIterator) else None
         images = (
             sum(map(dataset.image_tokens, ids)) if getattr(dataset, "has_images", False) else None
         )
-        tokens, trained = batch["tokens"].numel(), int(batch["loss_mask"].sum())
+        tokens = batch["tokens"].numel()
+        trained = int(batch["loss_mask"].sum())
         yield batch, RankBatch(rank, ids, tokens, trained, _count_sequences(batch), images)
 
 

@@ -111,7 +111,8 @@ class ChatTemplate:
         if self._checked:
             return
         self._checked = True
-        question, answer = {"role": "user", "content": "?"}, {"role": "assistant", "content": PROBE}
+        question = {"role": "user", "content": "?"}
+        answer = {"role": "assistant", "content": PROBE}
         probe = replace(chat, messages=[question, answer])
         try:
             asked, prompted = (

@@ -116,7 +116,8 @@ class RecordEncoder:
             if not sample.trained.any():
                 report.drop(NO_TARGET, draft.where)
         samples = Samples.of(trained_samples)
-        report.samples, report.tokens = len(trained_samples), len(samples.tokens)
+        report.samples = len(trained_samples)
+        report.tokens = len(samples.tokens)
         report.trained = int(samples.trained.sum())
         self._count_images(trained_samples, report)
         report.notes = +report.notes  # + removes counts of 0
@@ -155,7 +156,8 @@ class RecordEncoder:
 
     def _process_record(self, record: Any, where: str) -> dict[str, Any] | None:
         """Call the user's function; its own error is one sentence with the record and the line of code."""
-        function, process = self.rules.process_example_fn, self._process
+        function = self.rules.process_example_fn
+        process = self._process
         assert process is not None
         try:
             processed = process(record)
@@ -246,7 +248,8 @@ class RecordEncoder:
     def _end_tokens(self) -> frozenset[int]:
         """The tokens at which the model stops in chats."""
         assert isinstance(self.tokenizer, HuggingFaceTokenizer)
-        hf, template = self.tokenizer.hf, self.template
+        hf = self.tokenizer.hf
+        template = self.template
         folder = storage.local(self.tokenizer.path).expanduser()
         ends = end_tokens(hf, folder if folder.is_dir() else None)
         return ends | end_of_turn(hf, template.template, parts=template.parts)
@@ -321,7 +324,8 @@ class RecordEncoder:
         image_limit = self.media.max_image_tokens if self.media else None
         if image_limit is not None and self._image_tokens(draft.sample) > image_limit:
             return self._keep_images(draft, report, image_limit)
-        length, limit = len(draft.sample.tokens), self.rules.max_tokens
+        length = len(draft.sample.tokens)
+        limit = self.rules.max_tokens
         if length <= limit:
             return True
         if self.rules.truncation == "refuse":
@@ -351,10 +355,8 @@ class RecordEncoder:
     def _check_count(self, ids: np.ndarray, chat: RenderedChat) -> None:
         """Refuse a tokenizer that splits placeholders, or text that contains them."""
         assert self.media is not None
-        placeholders, image_tokens = (
-            int(np.isin(ids, self.media.token_ids).sum()),
-            self.media.total_tokens(chat.images),
-        )
+        placeholders = int(np.isin(ids, self.media.token_ids).sum())
+        image_tokens = self.media.total_tokens(chat.images)
         if placeholders != image_tokens:
             location = chat.images[0].where if chat.images else "a record without images"
             raise UserError(

@@ -91,7 +91,8 @@ def _listed_media(record: Mapping[str, Any], kind: str, location: str) -> list[A
 
 def _of_message(message: Message, given: _Listed, location: str) -> list[tuple[str, Any]]:
     """Replace the content of a message by parts, and return its media."""
-    content, media = message["content"], []
+    content = message["content"]
+    media = []
     parts: list[dict[str, Any]] = []
     for part in content if isinstance(content, list) else [{"type": "text", "text": content}]:
         for piece in _split_at_marks(part["text"], given) if part["type"] == "text" else [part]:

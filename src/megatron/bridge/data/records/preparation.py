@@ -83,7 +83,8 @@ def content_key(
         rules: how a record becomes a sample.
         version: of the code that does it.
     """
-    function, media = rules.process_example_fn, media_processor(tokenizer, rules)
+    function = rules.process_example_fn
+    media = media_processor(tokenizer, rules)
     values = {
         entry.name: getattr(rules, entry.name) for entry in fields(rules) if entry.name != "media"
     }
@@ -212,14 +213,16 @@ def _write_pieces(
     folder: Path, parts: list[Path], bounds_name: str, kinds: dict[str, Any], samples: int
 ) -> None:
     """Join arrays that the array ``bounds_name`` divides into samples."""
-    bounds, sample = np.zeros(samples + 1, dtype=np.int64), 0
+    bounds = np.zeros(samples + 1, dtype=np.int64)
+    sample = 0
     for path in parts:
         part = np.load(path)[bounds_name]
         bounds[sample + 1 : sample + len(part)] = part[1:] + bounds[sample]
         sample += len(part) - 1
     np.save(folder / f"{bounds_name}.npy", bounds)
     for name, dtype in kinds.items():
-        joined, start = _create_array(folder / f"{name}.npy", dtype, int(bounds[-1])), 0
+        joined = _create_array(folder / f"{name}.npy", dtype, int(bounds[-1]))
+        start = 0
         for path in parts:
             part = np.load(path)[name]
             joined[start : start + len(part)] = part

@@ -207,8 +207,10 @@ class RecordDatasetConfig(DatasetConfig):
 
     def _packing_problems(self) -> list[str]:
         assert self.packed_sequence_specs is not None
-        problems, name = [], "dataset.packed_sequence_specs"
-        size, multiple = self.packed_sequence_specs.packed_sequence_size, self.sequence_multiple
+        problems = []
+        name = "dataset.packed_sequence_specs"
+        size = self.packed_sequence_specs.packed_sequence_size
+        multiple = self.sequence_multiple
         if self.packed and self.padding_free:
             problems.append(
                 "dataset.padding_free=True concatenates samples instead of packing them: remove one of the two"

@@ -84,7 +84,8 @@ class Samples(Sequence[Sample]):
         return Sample(self.tokens[part], self.trained[part], self.images_of(index))
 
     def images_of(self, index: int) -> tuple[MediaReference, ...]:
-        start, end = int(self.image_bounds[index]), int(self.image_bounds[index + 1])
+        start = int(self.image_bounds[index])
+        end = int(self.image_bounds[index + 1])
         if start == end:
             return ()
         return tuple(

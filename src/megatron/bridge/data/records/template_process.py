@@ -93,7 +93,8 @@ def main() -> None:
     """Answer requests until the parent closes the pipe."""
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # the signal at the limit would write one
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C
-    requests, answers = sys.stdin.buffer, sys.stdout.buffer
+    requests = sys.stdin.buffer
+    answers = sys.stdout.buffer
     sys.stdout = sys.stderr  # whatever is printed is no answer
     limits_are_set = False
     while (request := _read_request(requests)) is not None:

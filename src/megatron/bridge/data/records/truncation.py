@@ -44,6 +44,7 @@ def last_answer(trained: np.ndarray) -> tuple[int, int]:
 
 
 def _sample_window(sample: Sample, start: int, end: int) -> Sample:
-    tokens, trained = sample.tokens[start:end], sample.trained[start:end].copy()
+    tokens = sample.tokens[start:end]
+    trained = sample.trained[start:end].copy()
     trained[:1] = False  # nothing predicts the first token
     return Sample(tokens, trained)

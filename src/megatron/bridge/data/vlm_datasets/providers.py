@@ -155,7 +155,8 @@ class HFDatasetConversationProvider(SFTDatasetConfig):
     def source(self, split: Split) -> HubSource | None:
         """The rows of the split; validation is refused without one."""
         names = {"train": self.train_split, "valid": self.validation_split, "test": self.test_split}
-        name, maker = names[split], self.maker
+        name = names[split]
+        maker = self.maker
         if name is None and split == "valid":
             raise UserError(
                 "dataset.validation_split is not set: name a split, or set dataset.do_validation=false and "

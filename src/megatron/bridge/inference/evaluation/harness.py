@@ -37,7 +37,8 @@ class HarnessModel(TemplateLM):
             raise UserError(
                 "an evaluation needs a tokenizer, but the model has none: give --tokenizer"
             )
-        self.llm, self.tokenizer = llm, llm.hf
+        self.llm = llm
+        self.tokenizer = llm.hf
         self.max_length = llm.max_context
 
     @property

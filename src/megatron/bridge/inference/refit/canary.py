@@ -59,7 +59,8 @@ class Canary:
         """
         limit = TOLERANCE[self._dtype] if self._tolerance is None else self._tolerance
         worst = _largest_difference(expected, actual)
-        old, self._old = self._old, list(expected)
+        old = self._old
+        self._old = list(expected)
         if not worst <= limit:
             raise UserError(
                 f"the engine's log-probabilities of the canary differ from the trainer's by {worst:.2g}, more than "

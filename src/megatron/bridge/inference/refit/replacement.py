@@ -42,7 +42,8 @@ class NativeReceiver:
     def __init__(self, bridge: AutoBridge, model: Any) -> None:
         plan = bridge.plan(model)
         self._hook = bridge_for(bridge.hf_config)
-        self._ties, self._left_out = plan.ties, set(plan.buffers)
+        self._ties = plan.ties
+        self._left_out = set(plan.buffers)
         self._names = set(plan.hf_names)
         self._tasks = [task for task in plan.tasks if task.param_weight is not None]
         self._users: dict[str, list[WeightConversionTask]] = {}
@@ -143,14 +144,16 @@ class BucketReader:
     def take(self, step: WeightStep) -> None:
         if isinstance(step, Begin):
             self._receiver.begin(step.infos, step.partial)
-            self._buckets, self._next = packing.layout(step.infos, step.bucket_bytes), 0
+            self._buckets = packing.layout(step.infos, step.bucket_bytes)
+            self._next = 0
             self._buffer = attached(step.path, step.size)
             return
         if self._buckets is None or (isinstance(step, Bucket) and step.index != self._next):
             raise UserError(f"weights arrived out of order ({step}): restart the update")
         if isinstance(step, Finish):
             self._receiver.finish()
-            self._buckets, self._buffer = None, torch.empty(0)
+            self._buckets = None
+            self._buffer = torch.empty(0)
             return
         for name, weight in packing.views(self._buffer, self._buckets[step.index]):
             self._receiver.receive(name, weight)

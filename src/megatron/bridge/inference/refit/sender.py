@@ -111,7 +111,10 @@ class Refit:
         canary: Canary,
         bucket_bytes: int = BUCKET_BYTES,
     ) -> None:
-        self._llm, self._stream, self._chunks, self._canary = llm, stream, chunks, canary
+        self._llm = llm
+        self._stream = stream
+        self._chunks = chunks
+        self._canary = canary
         self._bucket_bytes = bucket_bytes
 
     def __call__(self, changed_only: bool = False, running: Running = "abort") -> RefitReport:

@@ -52,12 +52,10 @@ class WeightStream:
         dtype: torch.dtype | None = None,
         bucket_bytes: int = BUCKET_BYTES,
     ) -> None:
-        self._bridge, self._model, self._dtype, self._bucket_bytes = (
-            bridge,
-            model,
-            dtype,
-            bucket_bytes,
-        )
+        self._bridge = bridge
+        self._model = model
+        self._dtype = dtype
+        self._bucket_bytes = bucket_bytes
         self._plan = peft_format.merging(bridge.plan(model))
         self._hashes: dict[str, str] = {}
         self._new: dict[str, str] = {}

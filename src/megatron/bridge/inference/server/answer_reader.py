@@ -267,7 +267,9 @@ class HarmonyReader:
     def _read_header(self, parts: list[Part], is_over: bool) -> bool:
         header, mark, behind = self._held.partition(_MESSAGE)
         if mark:
-            self._header, self._held, self._passed_on = header, behind, False
+            self._header = header
+            self._held = behind
+            self._passed_on = False
             return True
         if is_over:
             text = self._held

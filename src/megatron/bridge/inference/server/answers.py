@@ -44,7 +44,8 @@ class TokenTexts:
         """
         if self.special_text(token) is not None:
             return b""
-        text, piece = self._text(token), str(self._hf.convert_ids_to_tokens(token))
+        text = self._text(token)
+        piece = str(self._hf.convert_ids_to_tokens(token))
         if token in self._added:
             return piece.encode()
         if self._byte_level and set(piece) <= _BYTE_OF.keys():
@@ -101,7 +102,8 @@ class Choice:
 
 
 def usage(prompts: Sequence[Sequence[int]], choices: Sequence[Choice]) -> Json:
-    prompt, completion = sum(map(len, prompts)), sum(choice.tokens for choice in choices)
+    prompt = sum(map(len, prompts))
+    completion = sum(choice.tokens for choice in choices)
     return {
         "prompt_tokens": prompt,
         "completion_tokens": completion,

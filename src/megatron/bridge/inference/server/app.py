@@ -464,7 +464,8 @@ async def _event_stream(generation: Generation) -> AsyncGenerator[bytes]:
 
 async def _response_events(generation: Generation, writer: ResponseWriter) -> AsyncGenerator[bytes]:
     """Yield the events of ``/v1/responses``, whose last one says how the response has ended."""
-    reason, usage = None, {}
+    reason = None
+    usage = {}
     try:
         for event in writer.begin():
             yield _named_event(event)

@@ -103,7 +103,8 @@ def _plan_answer(
     tools = body.offered_tools
     is_harmony = tool_format.name == "harmony"
     added_ids = added_ids_by_text(reader.hf)
-    reasoning, has_begun = None, False
+    reasoning = None
+    has_begun = False
     if not is_harmony:
         reasoning, has_begun = _reasoning_of_prompt(reader.hf, prompt, source)
     grammar = body.grammar()

@@ -151,7 +151,8 @@ class EngineLoop:
 
 def _unreported_part(request: int, sent: _Sent) -> ChoiceProgress | None:
     """Return the part of a job that has not been reported, if any."""
-    job, completion = sent.job, sent.job.completion
+    job = sent.job
+    completion = sent.job.completion
     if job.is_over or len(completion.tokens) > sent.tokens:
         text = job.detokenizer.text if job.detokenizer is not None else ""
         logprobs = completion.logprobs[: _visible_logprobs(job)]
@@ -164,11 +165,9 @@ def _unreported_part(request: int, sent: _Sent) -> ChoiceProgress | None:
             completion.prompt_logprobs[sent.prompt_logprobs :],
             completion.finish_reason,
         )
-        sent.text, sent.tokens, sent.logprobs = (
-            len(text),
-            len(completion.tokens),
-            len(logprobs),
-        )
+        sent.text = len(text)
+        sent.tokens = len(completion.tokens)
+        sent.logprobs = len(logprobs)
         sent.prompt_logprobs = len(completion.prompt_logprobs)
         return progress
     return None

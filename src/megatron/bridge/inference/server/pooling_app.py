@@ -306,7 +306,7 @@ async def _score_pairs(
 
 
 def _shorten(vector: np.ndarray, dimensions: int) -> np.ndarray:
-    """Return the first numbers of an embedding with length 1, as models with nested embeddings are used."""
+    """Return the first ``dimensions`` numbers, scaled to norm 1 (for Matryoshka embeddings)."""
     if dimensions > len(vector):
         raise ApiError(
             400,

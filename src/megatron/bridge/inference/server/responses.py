@@ -253,7 +253,7 @@ def _add_item(messages: list[Json], item: Any) -> None:
         answer.setdefault("tool_calls", []).append(call)
     else:
         texts = [part.text for part in item.content or item.summary]
-        answer["reasoning_content"] = "".join(texts)
+        answer["reasoning_content"] = answer.get("reasoning_content", "") + "".join(texts)
 
 
 def _content(message: InputMessage) -> str | list[Json]:

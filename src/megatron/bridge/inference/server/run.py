@@ -332,7 +332,8 @@ class _Run(ABC):
     """
 
     def __init__(self, server: Any, config: ServeConfig) -> None:
-        self._server, self._config = server, config
+        self._server = server
+        self._config = config
         self._reason: str | None = None
         self._drains = False
 

@@ -55,7 +55,8 @@ class BridgedCheckpoint:
 
     def _export_plan(self, model: Chunks, source: SafetensorsCheckpoint | None) -> ConversionPlan:
         chunks: list[Any] = [model_io.unwrap(chunk) for chunk in model_io.as_chunks(model)]
-        config, entries = chunks[0].config, {} if source is None else source.entries
+        config = chunks[0].config
+        entries = {} if source is None else source.entries
         registry = self._bridge.spelled_as(self._bridge.registry_for(config), entries)
         hf_config = as_dict(self.hf_config)
         return build_plan(
@@ -106,8 +107,10 @@ class BridgedCheckpoint:
         """Return the weights that an export imitates, if they are local or tensors must be copied from them."""
         if path is None and not isinstance(self.hf_pretrained, PreTrainedCausalLM):
             return None
-        pretrained, provider = self._weights(path), stored_provider.provider_of(model)
-        names, left_out = pretrained.stored_names, self._left_out(provider)
+        pretrained = self._weights(path)
+        provider = stored_provider.provider_of(model)
+        names = pretrained.stored_names
+        left_out = self._left_out(provider)
         carried: Any = self._bridge.carried_by(provider, {})
         carried = carried or (left_out is not None and (names is None or left_out.are_in(names)))
         return (

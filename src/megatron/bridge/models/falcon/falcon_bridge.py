@@ -29,7 +29,8 @@ def _layer_block(config: Any) -> Block:
         "shared_norm": ("input_layernorm", None),
         None: ("input_layernorm", "post_attention_layernorm"),
     }[config.parallel_residual]
-    layers, names = "transformer.h.*", "self_attention"
+    layers = "transformer.h.*"
+    names = "self_attention"
     return (
         *attention(
             layers, first, f"{names}.dense", fused="query_key_value", names=names, grouped=True

@@ -62,7 +62,8 @@ class XIELU(nn.Module):
             F.softplus(mappings.copy_to_tensor_model_parallel_region(alpha, self.tp_group))
             for alpha in (self.alpha_p, self.alpha_n)
         )
-        beta, eps = self.get_buffer("beta"), self.get_buffer("eps")
+        beta = self.get_buffer("beta")
+        eps = self.get_buffer("eps")
         return _xielu_formula(x, positive, negative, beta, torch.minimum(x, eps))
 
 

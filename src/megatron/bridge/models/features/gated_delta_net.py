@@ -88,7 +88,8 @@ class GatedDeltaNetFeature(LayerFeature):
 
     def operations(self, module: Any, length: int) -> float:
         """Count those of the state, and within a chunk those of scores, outputs and a triangular system."""
-        keys, values = module.key_head_dim, module.value_head_dim
+        keys = module.key_head_dim
+        values = module.value_head_dim
         heads = module.num_value_heads // module.tp_size
         return heads * (6 * keys * values + _CHUNK * (3 * keys + 2 * values))
 
@@ -153,7 +154,8 @@ def _check_layers(config: Any) -> Iterator[str]:
 
 
 def _check_heads(config: Any) -> Iterator[str]:
-    keys, values = config.linear_num_key_heads or 0, config.linear_num_value_heads or 0
+    keys = config.linear_num_key_heads or 0
+    values = config.linear_num_value_heads or 0
     if keys < 1 or values % keys:
         yield f"linear_num_key_heads={keys} does not divide linear_num_value_heads={values}"
     ranks = config.tensor_model_parallel_size * config.context_parallel_size

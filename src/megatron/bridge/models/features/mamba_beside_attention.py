@@ -75,7 +75,8 @@ class MambaBesideAttentionFeature(LayerFeature):
                 hint = did_you_mean(name, MULTIPLIERS)
                 yield f"mamba_beside_attention has no multiplier {name}{hint}"
         yield from differing(config, _EXCLUDED, "with mamba_beside_attention")
-        groups, heads = config.mamba_num_groups, config.mamba_num_heads
+        groups = config.mamba_num_groups
+        heads = config.mamba_num_heads
         if (heads or 0) % groups:
             yield f"mamba_num_groups={groups} does not divide mamba_num_heads={heads}"
         names = ("mamba_num_heads", "mamba_state_dim" if groups == 1 else "mamba_num_groups")
@@ -99,7 +100,8 @@ class MambaBesideAttentionFeature(LayerFeature):
             return spec
         layer: Any = spec.submodules
         attention = layer.self_attention
-        column, row = provider.column_parallel_linear(), provider.row_parallel_linear()
+        column = provider.column_parallel_linear()
+        row = provider.row_parallel_linear()
         parts = {**vars(attention.submodules), "linear_qkv": column}
         mixer = MambaMixerSubmodules(in_proj=column, out_proj=row)
         names = dict(layer.sharded_state_dict_keys_map)
@@ -135,7 +137,8 @@ def _multiply_attention_and_mixer(attention: AttentionBesideMamba, factors: dict
     of_attention = factors["attention_in_multiplier"] * factors["attention_out_multiplier"]
     attention.multipliers = (of_attention, factors["ssm_out_multiplier"])
     mixer: Any = attention.mixer
-    features, heads = mixer.d_inner_local_tp, mixer.nheads_local_tp
+    features = mixer.d_inner_local_tp
+    heads = mixer.nheads_local_tp
     states = mixer.ngroups_local_tp * mixer.d_state
     of_sections = [factors["ssm_in_multiplier"] * factor for factor in factors["ssm_multipliers"]]
     multiply = partial(_multiply_outputs, of_sections, (features, features, states, states, heads))

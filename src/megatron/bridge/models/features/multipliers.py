@@ -157,11 +157,13 @@ def _query_positions(query: Tensor, key: Tensor, packed: Any, group: Any) -> Ten
     """Positions of this rank's queries [s, b, h, d], or packed [t, h, d], from the start of each sequence."""
     if packed is not None and packed.qkv_format == "thd":
         parts = packed_segments(packed)[0]
-        group, first = packed.cp_group if packed.local_cp_size is not None else group, 0
+        group = packed.cp_group if packed.local_cp_size is not None else group
+        first = 0
     else:
         total = query.size(0) * _group_size(group)
         # with cached keys, the queries are the last positions
-        parts, first = [PackedSegment(0, total, total)], key.size(0) - query.size(0)
+        parts = [PackedSegment(0, total, total)]
+        first = key.size(0) - query.size(0)
     positions = first + torch.cat(
         [torch.arange(part.padded, device=query.device) for part in parts]
     )

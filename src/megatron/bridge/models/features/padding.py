@@ -50,7 +50,8 @@ def _zero_padded_heads(model: nn.Module, config: Any) -> None:
         return
     for module in model.modules():
         if isinstance(module, SelfAttention):
-            qkv, projection = module.linear_qkv, module.linear_proj
+            qkv = module.linear_qkv
+            projection = module.linear_proj
             for parameter, dim in ((qkv.weight, 0), (qkv.bias, 0), (projection.weight, 1)):
                 if parameter is not None:
                     rows = parameter.shape[dim] // groups

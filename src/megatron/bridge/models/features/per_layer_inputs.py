@@ -46,11 +46,10 @@ class PerLayerInputs(MegatronModule):
 
     def __init__(self, config: Any) -> None:
         super().__init__(config)
-        self.width, ranks = config.hidden_size_per_layer_input, config.tensor_model_parallel_size
-        rows, outputs = (
-            -(-config.vocab_size_per_layer_input // ranks) * ranks,
-            config.num_layers * self.width,
-        )
+        self.width = config.hidden_size_per_layer_input
+        ranks = config.tensor_model_parallel_size
+        rows = -(-config.vocab_size_per_layer_input // ranks) * ranks
+        outputs = config.num_layers * self.width
         by_rank = {"reduce_scatter_embeddings": config.sequence_parallel, "config": config}
         self.word_embeddings = VocabParallelEmbedding(
             rows, outputs, init_method=config.init_method, **by_rank
@@ -109,7 +108,8 @@ class PerLayerInputFeature(LayerFeature):
     def check(self, config: Any) -> Iterator[str]:
         switch = "hidden_size_per_layer_input"
         yield from clashes(config, switch, (RECOMPUTED_LAYERS, *WITHOUT_WHOLE_LAYERS))
-        width, stages = config.hidden_size_per_layer_input, config.pipeline_model_parallel_size
+        width = config.hidden_size_per_layer_input
+        stages = config.pipeline_model_parallel_size
         if width and stages > 1:
             yield (
                 f"pipeline_model_parallel_size={stages} does not work with {switch}={width}: the "
@@ -144,5 +144,6 @@ class PerLayerInputFeature(LayerFeature):
 
 def _add_gated_input(layer: Any, _: Any, outputs: tuple[Tensor, Any]) -> tuple[Tensor, Any]:
     stream, context = outputs
-    layer_input, layer.own_input = layer.own_input, None
+    layer_input = layer.own_input
+    layer.own_input = None
     return stream + layer.per_layer_gate(stream, layer_input), context

@@ -162,7 +162,8 @@ class LayerwiseRotaryEmbedding(nn.Module):
 
     def __init__(self, everywhere: RotaryEmbedding, local: RotaryEmbedding) -> None:
         super().__init__()
-        self.everywhere, self.local = everywhere, local
+        self.everywhere = everywhere
+        self.local = local
 
     def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         """Angles [2, s, 1, 1, most rotated dimensions]; the arguments are those of Megatron-Core's embedding."""
@@ -218,16 +219,15 @@ def check_factors(parameters: dict[str, Any], pairs: int) -> None:
 
 def apply_rope(model: Any, config: Any) -> None:
     """Give ``model`` (a ``GPTModel``) the scaled or layerwise rotary embedding that ``config`` declares."""
-    parameters, local = config.rope_parameters or {}, config.local_rope_parameters
+    parameters = config.rope_parameters or {}
+    local = config.local_rope_parameters
     if config.rotary_reversed and _is_plain(parameters):
         model.rotary_pos_emb.inv_freq = -model.rotary_pos_emb.inv_freq
     if config.multi_latent_attention or (_is_plain(parameters) and not local):
         return  # latent attention has an embedding in each layer: ``apply_latent_rope``
     if config.position_embedding_type != "rope" or config.rope_scaling:
-        name, setting = (
-            "rope_parameters",
-            f"rope_parameters.rope_type={parameters.get('rope_type')!r}",
-        )
+        name = "rope_parameters"
+        setting = f"rope_parameters.rope_type={parameters.get('rope_type')!r}"
         if _is_plain(parameters):
             name = setting = "local_rope_parameters"
         raise UserError(
@@ -346,7 +346,8 @@ class LatentRotaryEmbedding(YarnRotaryEmbedding):
 
     def get_emb(self, max_seq_len: int, offset: int = 0) -> tuple[torch.Tensor, float]:
         """Angles [position, 1, 1, qk_pos_emb_head_dim] from ``offset`` on, and the factor of sines and cosines."""
-        length, device = offset + max_seq_len, torch.cuda.current_device()
+        length = offset + max_seq_len
+        device = torch.cuda.current_device()
         frequencies = self._frequencies = self._frequencies.to(device)
         if changes_with_length(self._reference, length):
             frequencies = frequencies_and_factor(self._reference, length)[0].to(device)

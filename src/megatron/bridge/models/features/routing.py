@@ -54,7 +54,8 @@ class CorrectedSoftmax:
     layer_number: int | None = None
 
     def __init__(self, router: Any, smallest: float) -> None:
-        self._router, self._smallest = router, smallest
+        self._router = router
+        self._smallest = smallest
 
     def get_replay_topk(self, scores: Tensor, topk: int, *_: Any) -> Routing:
         """(weights, experts), both [tokens, topk], from probabilities [tokens, experts]."""
@@ -168,7 +169,8 @@ def _undo_normalization(
 
 def sparse_mixer(scores: Tensor, topk: int, eps: float) -> Tensor:
     """Weights [tokens, experts] of the ``topk`` best scores; all others are zero."""
-    weights, left = torch.zeros_like(scores), scores
+    weights = torch.zeros_like(scores)
+    left = scores
     for _ in range(topk):
         best, expert = left.max(-1, keepdim=True)
         far = (best - scores) / torch.maximum(scores.abs(), best) > 2 * eps

@@ -133,7 +133,8 @@ def _check_shared(config: Any) -> Iterator[str]:
         yield (
             f"{reason}, which mtp_num_layers={config.mtp_num_layers} does not support: set it to None"
         )
-    stages, recompute = config.pipeline_model_parallel_size, config.recompute_granularity
+    stages = config.pipeline_model_parallel_size
+    recompute = config.recompute_granularity
     if stages > 1 and recompute:
         yield (
             f"{reason}, but recompute_granularity={recompute!r} with pipeline_model_parallel_size={stages} would "

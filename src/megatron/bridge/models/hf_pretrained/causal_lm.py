@@ -129,7 +129,8 @@ class PreTrainedCausalLM:
         import transformers
         from huggingface_hub.errors import StrictDataclassError
 
-        auto, raw = cast(Any, transformers.AutoConfig), self.raw_config
+        auto = cast(Any, transformers.AutoConfig)
+        raw = self.raw_config
         kind = raw.get("model_type", "")
         alias = _OMNI if kind == _OMNI and raw.get("sound_config") else _ALIASES.get(kind)
         try:

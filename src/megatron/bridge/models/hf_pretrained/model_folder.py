@@ -160,7 +160,8 @@ def _may_write(staging: Path, folder: Path, name: str, old: Stamps) -> bool:
 
 def _refuse_other_model(new_file: Path, existing_file: Path) -> None:
     try:
-        config, existing = json.loads(new_file.read_text()), json.loads(existing_file.read_text())
+        config = json.loads(new_file.read_text())
+        existing = json.loads(existing_file.read_text())
     except ValueError as error:
         raise UserError(
             f"{existing_file} is not JSON: remove it or choose another directory"
@@ -212,10 +213,8 @@ def prepare_in_bucket(folder: Path) -> None:
 def publish_in_bucket(staging: Path, folder: Path, last: Sequence[str]) -> None:
     """Upload the files of ``staging``; at the end, in this order, ``last``, without which no reader takes the rest."""
     hashes = {name: hash_file(staging / name).hash for name in files_of(staging)}
-    uploaded, before = (
-        storage.listing(folder, deep=True),
-        json.loads(storage.read(staging_path(folder)) or "{}"),
-    )
+    uploaded = storage.listing(folder, deep=True)
+    before = json.loads(storage.read(staging_path(folder)) or "{}")
     done = {
         name: found_hash
         for name, found_hash in hashes.items()

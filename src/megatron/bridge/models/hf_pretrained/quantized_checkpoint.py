@@ -345,7 +345,8 @@ class QuantizedCheckpoint(SafetensorsCheckpoint):
             return
         packed = self._packed[name]
         packed.fill(self._stored, index, target)
-        stored, full_numel = packed.sources[0], torch.Size(packed.shape).numel()
+        stored = packed.sources[0]
+        full_numel = torch.Size(packed.shape).numel()
         self._count(target.numel() * (stored.end - stored.begin) // max(full_numel, 1))
 
     def release(self, name: str, row: int | None = None) -> None:
@@ -450,7 +451,8 @@ def _find_microscaled(stored: Entries) -> Found:
         if name.endswith(suffix)
     )
     for name in plain:
-        blocks, scales = stored.get(f"{name}_blocks"), stored.get(f"{name}_scales")
+        blocks = stored.get(f"{name}_blocks")
+        scales = stored.get(f"{name}_scales")
         if blocks is None or scales is None:
             missing = "blocks" if blocks is None else "scales"
             problems.append(

@@ -104,7 +104,8 @@ def _check_places(file: Path, entries: list[TensorEntry], begin: int, size: int)
 
 
 def _parse_entry(file: Path, name: str, item: dict[str, Any], data: int) -> TensorEntry:
-    code, shape = item["dtype"], tuple(item["shape"])
+    code = item["dtype"]
+    shape = tuple(item["shape"])
     if code not in DTYPES:
         raise UserError(
             f"{name} in {file} has dtype {code}, which is not supported: {', '.join(DTYPES)} are"
@@ -292,7 +293,8 @@ class SafetensorsCheckpoint(Mapping[str, Tensor]):
         """
         entry = self.entries[name]
         mapped = self._maps.get(entry.file)
-        begin, end = entry.begin, entry.end
+        begin = entry.begin
+        end = entry.end
         if row is not None:
             size = (end - begin) // entry.shape[0]
             begin, end = begin + row * size, begin + (row + 1) * size

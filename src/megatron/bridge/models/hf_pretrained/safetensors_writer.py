@@ -123,7 +123,8 @@ def write_index(
 def create(directory: Path, layouts: Iterable[FileLayout]) -> None:
     """Make the files with their headers and full size."""
     layouts = list(layouts)
-    needed, free = sum(layout.size for layout in layouts), shutil.disk_usage(directory).free
+    needed = sum(layout.size for layout in layouts)
+    free = shutil.disk_usage(directory).free
     if needed > free:
         raise UserError(
             f"{directory.parent} has {free / 1e9:.2f} GB free and the model needs {needed / 1e9:.2f} GB: "
@@ -198,7 +199,8 @@ class Writer:
         view = memoryview(data.reshape(-1).view(torch.uint8).numpy())
         while view:
             count = os.pwrite(self._descriptors[entry.file], view, position)
-            view, position = view[count:], position + count
+            view = view[count:]
+            position = position + count
         self._flush(entry.file, data.nbytes)
 
     def _flush(self, file: Path, written: int) -> None:

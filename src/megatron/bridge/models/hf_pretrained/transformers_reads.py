@@ -232,7 +232,9 @@ class _RecordingDict(dict[str, Any]):
         self, values: Mapping[str, Any], owner: str, name: str, recorder: _Recorder
     ) -> None:
         super().__init__(values)
-        self._owner, self._name, self._recorder = owner, name, recorder
+        self._owner = owner
+        self._name = name
+        self._recorder = recorder
 
     def _record(self, *keys: Any) -> None:
         for key in keys:
@@ -308,7 +310,8 @@ def _recording_reads(config: Any) -> Iterator[_Recorder]:
     from transformers import PreTrainedConfig
 
     config_base = cast(Any, PreTrainedConfig)
-    get_attribute, to_dict = config_base.__getattribute__, config_base.to_dict
+    get_attribute = config_base.__getattribute__
+    to_dict = config_base.to_dict
     recorder = _Recorder()
 
     def get_and_record(self: Any, name: str) -> Any:
@@ -316,7 +319,8 @@ def _recording_reads(config: Any) -> Iterator[_Recorder]:
         return get_attribute(self, name)
 
     def to_dict_unrecorded(self: Any) -> Any:
-        was_paused, recorder.is_paused = recorder.is_paused, True
+        was_paused = recorder.is_paused
+        recorder.is_paused = True
         try:
             return to_dict(self)
         finally:
@@ -324,11 +328,13 @@ def _recording_reads(config: Any) -> Iterator[_Recorder]:
 
     with _PATCH_LOCK:
         _wrap_dicts(config, recorder)
-        config_base.__getattribute__, config_base.to_dict = get_and_record, to_dict_unrecorded
+        config_base.__getattribute__ = get_and_record
+        config_base.to_dict = to_dict_unrecorded
         try:
             yield recorder
         finally:
-            config_base.__getattribute__, config_base.to_dict = get_attribute, to_dict
+            config_base.__getattribute__ = get_attribute
+            config_base.to_dict = to_dict
 
 
 @contextmanager
@@ -378,7 +384,8 @@ def _changes_config(config_class: Any, raw: Mapping[str, Any], key: str) -> bool
         except Exception:  # the config needs the key
             return True
         for alias in spellings:
-            complete, changed = without_key(complete, alias), without_key(changed, alias)
+            complete = without_key(complete, alias)
+            changed = without_key(changed, alias)
         return complete != changed
     return False  # transformers added the key itself, with its default
 

@@ -66,7 +66,8 @@ def share_out(costs: Sequence[int], ranks: int) -> list[int]:
         len(set(costs)) == 1
     ):  # such as tiles: in blocks, so that the tiles of an image stay together
         return [index * ranks // len(costs) for index in range(len(costs))]
-    work, owners = [0] * ranks, [0] * len(costs)
+    work = [0] * ranks
+    owners = [0] * len(costs)
     for index in sorted(range(len(costs)), key=lambda index: (-costs[index], index)):
         owners[index] = min(range(ranks), key=lambda rank: (work[rank], rank))
         work[owners[index]] += costs[index]

@@ -19,7 +19,8 @@ def media_rows(input_ids: Tensor, image_token: int | None, video_token: int | No
     Rows of images come first, then those of videos, each in token order. Call this on full sequences: context
     parallelism splits its result like the tokens.
     """
-    rows, first = torch.full_like(input_ids, -1), 0
+    rows = torch.full_like(input_ids, -1)
+    first = 0
     for token in dict.fromkeys(token for token in (image_token, video_token) if token is not None):
         is_placeholder = input_ids == token
         count = int(is_placeholder.sum())
@@ -52,7 +53,8 @@ def prompt_look_ahead(loss_mask: Tensor, bounds: Sequence[int]) -> Tensor:
 
 def check_rows(rows: Tensor, features: Tensor | None) -> None:
     """Refuse placeholders without images and images without placeholders."""
-    placeholders, feature_rows = int((rows >= 0).sum()), 0 if features is None else len(features)
+    placeholders = int((rows >= 0).sum())
+    feature_rows = 0 if features is None else len(features)
     if placeholders != feature_rows:
         raise UserError(
             f"input_ids has {placeholders} placeholders for tokens of images, the images have "

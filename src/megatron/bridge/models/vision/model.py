@@ -29,7 +29,8 @@ class WithVision(LanguageModule):
 
     def add_tower(self, tower: nn.Module, dummy: Media, deep_layers: int) -> None:
         """Add ``tower``; ``deep_layers`` are the layers after which its features are added."""
-        self.vision, self._dummy = tower, dummy
+        self.vision = tower
+        self._dummy = dummy
         if deep_layers:
             self._deepstack = merge.Deepstack(list(self.decoder.layers[:deep_layers]))
 
@@ -138,7 +139,8 @@ class WithVision(LanguageModule):
                 "media_rows is missing: under context_parallel_size > 1 compute it from the full sequence with "
                 "megatron.bridge.models.vision.merge.media_rows, and cut it like the tokens"
             )
-        image, video = config.image_token_id, config.video_token_id
+        image = config.image_token_id
+        video = config.video_token_id
         if len(split_kinds(media)) > 1 and not bool((input_ids == video).any()):
             raise UserError(
                 "media has images and videos, and input_ids no placeholder for videos: give media_rows, or one of "

@@ -202,7 +202,8 @@ class VisionGPTModelProvider(GPTModelProvider):
             model.rotary_pos_emb = MultimodalRotary(
                 model.rotary_pos_emb, self.mrope_section, self.mrope_interleaved
             )
-            model.position_embedding_type, model.mrope_section = "mrope", self.mrope_section
+            model.position_embedding_type = "mrope"
+            model.mrope_section = self.mrope_section
         if self.vision is not None and model.pre_process:
             self._add_tower(model)
         self._freeze(model)

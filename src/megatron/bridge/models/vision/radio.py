@@ -53,7 +53,8 @@ def _with_both(embeddings: Any, _: Any, output: Tensor) -> Any:
 def _fuse_qkv(attention: Any) -> None:
     """Replace three layers by one ``qkv``; transformers calls them in this order, with the same input."""
     parts = [getattr(attention, name) for name in ("q_proj", "k_proj", "v_proj")]
-    width, first = sum(part.out_features for part in parts), parts[0]
+    width = sum(part.out_features for part in parts)
+    first = parts[0]
     fused = nn.Linear(first.in_features, width, first.bias is not None, device=first.weight.device)
     with torch.no_grad():
         for name, parameter in fused.named_parameters():
@@ -61,10 +62,8 @@ def _fuse_qkv(attention: Any) -> None:
     del attention.q_proj, attention.k_proj, attention.v_proj
     waiting: list[Tensor] = []
     attention.qkv = fused
-    attention.q_proj, attention.k_proj = (
-        partial(_project_queries, attention, waiting),
-        partial(_next_waiting, waiting),
-    )
+    attention.q_proj = partial(_project_queries, attention, waiting)
+    attention.k_proj = partial(_next_waiting, waiting)
     attention.v_proj = partial(_next_waiting, waiting)
 
 

@@ -80,7 +80,8 @@ def _encode_local_images(
     tower: nn.Module, kinds: list[Media], local_images: list[int]
 ) -> list[tuple[Tensor, list[int]]]:
     """Feature rows, and the number per image, of this rank's images of each kind."""
-    encoded, first = [], 0
+    encoded = []
+    first = 0
     for kind in kinds:
         total = len(layouts.costs(kind))
         here = [index - first for index in local_images if first <= index < first + total]
@@ -137,7 +138,8 @@ class _Gather(torch.autograd.Function):
         padded[: len(local)] = local
         parts = [torch.empty_like(padded) for _ in ranks]
         dist.all_gather(parts, padded, group=group)
-        taken, pieces = [0] * group.size(), []
+        taken = [0] * group.size()
+        pieces = []
         for count, owner in zip(counts, owners, strict=True):
             pieces.append(parts[owner][taken[owner] : taken[owner] + count])
             taken[owner] += count

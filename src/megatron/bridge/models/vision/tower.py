@@ -48,7 +48,8 @@ def _with_sizes(
     visual: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[Any, dict[str, Any]]:
     """What ``visual`` would compute from the grid, computed on the host and sent to the patches' device."""
-    grid, device = kwargs["grid_thw"].cpu(), args[0].device
+    grid = kwargs["grid_thw"].cpu()
+    device = args[0].device
     return args, kwargs | {
         name: _send_to_device(value, device) for name, value in _derived_sizes(visual, grid).items()
     }
@@ -57,7 +58,8 @@ def _with_sizes(
 def _derived_sizes(visual: Any, grid: Tensor) -> dict[str, Any]:
     from transformers import vision_utils as sizes
 
-    config, merge = visual.config, visual.spatial_merge_size
+    config = visual.config
+    merge = visual.spatial_merge_size
     bounds = sizes.get_vision_cu_seqlens(grid)
     derived = {"grid_thw": grid, "position_ids": sizes.get_vision_position_ids(grid, merge)}
     derived |= {"cu_seqlens": bounds, "max_seqlen": _longest_sequence(bounds)}
@@ -160,7 +162,9 @@ def build_tower(
     config = hf_config(vision)
     text = config.get_text_config()
     # the language model is built with no layers and one word, and then thrown away
-    text.num_hidden_layers, text.vocab_size, text.pad_token_id = 0, 1, None
+    text.num_hidden_layers = 0
+    text.vocab_size = 1
+    text.pad_token_id = None
     if hasattr(text, "layers_block_type"):
         text.layers_block_type = []
     try:

@@ -15,8 +15,10 @@ from megatron.bridge.training.callbacks.core.intervals import (
 from megatron.bridge.training.callbacks.core.run_folder import RunLock, RunMetadata
 from megatron.bridge.training.callbacks.core.saving import CheckpointSaving, HFCopies
 from megatron.bridge.training.callbacks.guard.hang_detection import HangDetection
+from megatron.bridge.training.callbacks.guard.nan_guard import NaNGuard
 from megatron.bridge.training.callbacks.guard.preemption import Preemption
-from megatron.bridge.training.callbacks.guard.rerun import NaNGuard, Rerun, SkipBatches
+from megatron.bridge.training.callbacks.guard.rerun import Rerun
+from megatron.bridge.training.callbacks.guard.skipped_batches import SkipBatches
 from megatron.bridge.training.callbacks.guard.straggler_detection import (
     NVRxStragglerDetection,
     StragglerDetection,
@@ -31,7 +33,8 @@ def default_callbacks(
     config: ConfigContainer, users: Iterable[Callback] = (), monitor: Callback | None = None
 ) -> CallbackManager:
     """The framework's callbacks around the user's, in the order in which their hooks are called."""
-    hang, nvrx = config.dist.hang_timeout_minutes, config.nvrx_straggler
+    hang = config.dist.hang_timeout_minutes
+    nvrx = config.nvrx_straggler
     profiling = None if config.profiling is None else Profiling(config)
     rerun = config.rerun_state_machine
     callbacks: list[Callback | None] = [

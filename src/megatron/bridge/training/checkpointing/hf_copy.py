@@ -50,7 +50,8 @@ def missing(root: Path) -> list[int]:
 
 
 def _is_current(root: Path, iteration: int) -> bool:
-    copy, written = copy_dir(root, iteration), paths.iteration_dir(root, iteration) / manifest.NAME
+    copy = copy_dir(root, iteration)
+    written = paths.iteration_dir(root, iteration) / manifest.NAME
     return (
         copy.is_dir()
         and written.is_file()

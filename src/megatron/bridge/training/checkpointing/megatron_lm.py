@@ -31,7 +31,8 @@ def is_megatron_lm(common: dict[str, Any]) -> bool:
 
 def run_state(common: dict[str, Any]) -> dict[str, Any]:
     """The run state of this package from Megatron-LM's common state, which does not contain the parallel sizes."""
-    args, step = common["args"], common["iteration"]
+    args = common["args"]
+    step = common["iteration"]
     samples = getattr(args, "consumed_train_samples", None)
     return {
         "layout": None,
@@ -64,7 +65,8 @@ def with_megatron_lm_keys(
     state: dict[str, ShardedTensor], names: Collection[str]
 ) -> dict[str, ShardedTensor]:
     """``state`` with the keys under which a distributed optimizer of Megatron-LM saves the main parameters."""
-    own_prefix, megatron_lm_prefix = f"{PREFIX}.{MASTER}.", f"{PREFIX}.{MEGATRON_LM_MASTER}."
+    own_prefix = f"{PREFIX}.{MASTER}."
+    megatron_lm_prefix = f"{PREFIX}.{MEGATRON_LM_MASTER}."
     renamed = {}
     for name, entry in state.items():
         megatron_lm_key = megatron_lm_prefix + entry.key.removeprefix(own_prefix)

@@ -78,7 +78,8 @@ def save_run(run: Run, background: AsyncSaver | None = None) -> Path:
     """
     config = run.config.checkpoint
     assert config.save is not None, "checkpoint.save is not set"
-    root, step = Path(config.save), run.progress.step
+    root = Path(config.save)
+    step = run.progress.step
     is_best = config.keep_best and run.best_step == step
     directory = paths.iteration_dir(root, step)
     if background is not None:
@@ -101,7 +102,8 @@ def save_non_persistent(run: Run, name: str, started: int | None) -> None:
 
     ``name`` is from ``non_persistent.run_name``; ``started`` is the last persistent checkpoint whose save began.
     """
-    config, step = run.config.checkpoint, run.progress.step
+    config = run.config.checkpoint
+    step = run.progress.step
     origin = on_first_rank(lambda: non_persistent.origin(Path(str(config.save)), started))
     with gathered_params(run.model):
         state = run_state(run)
@@ -167,7 +169,10 @@ def run_state(run: Run) -> dict[str, Any]:
 
 
 def check_save(run: Run) -> None:
-    """Describe the checkpoint and the export of ``run`` before its first step; all ranks call this."""
+    """Fail before the first step if ``run`` could not be saved; all ranks call this.
+
+    A run that could not be exported is refused with ``also_hf``, else a note says so.
+    """
     run_state(run)
     problem = export_problem(run.config, run.model)
     if problem is None:

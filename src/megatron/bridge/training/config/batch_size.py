@@ -34,7 +34,8 @@ class BatchSize:
         """Samples that the first ``steps`` steps consume."""
         consumed = 0
         while steps > 0 and (size := self.at(consumed)) != self.final:
-            consumed, steps = consumed + size, steps - 1
+            consumed = consumed + size
+            steps = steps - 1
         return consumed + steps * self.final
 
     def steps_within(self, samples: int) -> int:
@@ -43,7 +44,8 @@ class BatchSize:
         while (size := self.at(consumed)) != self.final:
             if consumed + size > samples:
                 return steps
-            consumed, steps = consumed + size, steps + 1
+            consumed = consumed + size
+            steps = steps + 1
         return steps + max(samples - consumed, 0) // self.final
 
 
@@ -85,7 +87,8 @@ class ScheduleLengths(NamedTuple):
 
 def lengths(config: RunConfig) -> ScheduleLengths:
     """The lengths of a resolved config's schedule."""
-    scheduler, batch = config.scheduler, BatchSize(config.train)
+    scheduler = config.scheduler
+    batch = BatchSize(config.train)
     steps = scheduler.lr_decay_iters or 0
     decay = (
         batch.samples_after(steps)

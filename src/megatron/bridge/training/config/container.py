@@ -56,7 +56,8 @@ class ConfigContainer(RunConfig):
         world_size = distributed.world_size() if world_size is None else world_size
         refuse(violations(SIZE_RULES, self, world_size))
         resolved = resolve(self, world_size, hardware, origins, count_rows)
-        config, rules = resolved.config, (*RULES, *LOCAL_RULES) if hardware.runs_here else RULES
+        config = resolved.config
+        rules = (*RULES, *LOCAL_RULES) if hardware.runs_here else RULES
         refuse(
             [*resolved.problems, *config.dataset.problems(), *violations(rules, config, world_size)]
         )
@@ -133,7 +134,8 @@ def _complete_for_own_loop(config: Any, world_size: int | None) -> Resolved[Any]
     resolved, config.optimizer.params_dtype = checked.resolve(world_size), None
     resolved.notes.extend(notes)
     for name in ("ddp", "optimizer", "scheduler"):
-        block, derived = getattr(config, name), getattr(resolved.config, name)
+        block = getattr(config, name)
+        derived = getattr(resolved.config, name)
         for entry in fields(block):
             if getattr(block, entry.name) is None:
                 setattr(block, entry.name, getattr(derived, entry.name))

@@ -47,7 +47,8 @@ def check_early(layers: Iterable[Layer]) -> None:
 
     If one of the settings needs the whole config, nothing is refused, so that all mistakes are reported together.
     """
-    layers, problems = list(layers), dict[str, str | None]()
+    layers = list(layers)
+    problems = dict[str, str | None]()
     for layer in layers:
         for key, value in _settings(layer):
             is_number = key in EARLY_RANGES and isinstance(value, int | float)

@@ -60,14 +60,16 @@ def precompute(config: ConfigContainer) -> Path:
         UserError: The config is invalid, or the folder holds a cache of another teacher.
     """
     resolved = teacher_run(config)
-    alone, settings = resolved.config, cast(DistillConfig, resolved.config.distill)
+    alone = resolved.config
+    settings = cast(DistillConfig, resolved.config.distill)
     folder = Path(cast(str, settings.cache))
     initialize(alone)
     data = build_data(alone, resolved.tokenizer).train
     assert data is not None, "the run has no training data"
     cache = _open_or_create(folder, alone, _sample_count(alone, data))
     model = load_teacher(alone.model)
-    samples, printed = cache.header.samples, -1
+    samples = cache.header.samples
+    printed = -1
     for batches in _microbatch_rounds(alone, data):
         if not all(distributed.all_gather_object(all(cache.has(ids) for ids, _ in batches))):
             _forward(cache, alone, batches, model)
@@ -86,9 +88,11 @@ def teacher_run(
         raise UserError(
             "--mode cache-teacher needs distill.teacher and distill.cache: set the teacher and a folder"
         )
-    tokenizer, processes = build_tokenizer(config.tokenizer), world_size or distributed.world_size()
+    tokenizer = build_tokenizer(config.tokenizer)
+    processes = world_size or distributed.world_size()
     alone = copy_config(config)
-    alone.peft, alone.checkpoint = None, CheckpointConfig()
+    alone.peft = None
+    alone.checkpoint = CheckpointConfig()
     if alone.model.vocab_size is None:
         alone.model.vocab_size = tokenizer.vocab_size
     if alone.model.context_parallel_size > 1:

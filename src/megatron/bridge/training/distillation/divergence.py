@@ -81,7 +81,8 @@ class _WholeKL(torch.autograd.Function):
     def forward(
         ctx: Any, student: Tensor, teacher: Tensor, temperature: float, group: dist.ProcessGroup
     ) -> Tensor:
-        teacher_rows, student_rows = teacher.flatten(0, -2), student.flatten(0, -2)
+        teacher_rows = teacher.flatten(0, -2)
+        student_rows = student.flatten(0, -2)
         blocks = _row_blocks(student_rows)
         highest = torch.stack(
             [

@@ -88,7 +88,8 @@ class StudentLoss:
         """The weighted sum over unmasked tokens, their number, and the report of each loss."""
         mask = self.batch["loss_mask"].float()
         tokens = mask.sum()
-        total, sums = logits.new_zeros((), dtype=torch.float32), {}
+        total = logits.new_zeros((), dtype=torch.float32)
+        sums = {}
         # first, because cross entropy may overwrite the logits
         if self.teacher is not None and self.config.kl_weight:
             sums[KL_NAME] = (self._divergence(logits, self.teacher) * mask).sum()
@@ -106,7 +107,8 @@ class StudentLoss:
 
     def _divergence(self, logits: Tensor, teacher: Tensor | TopTokens) -> Tensor:
         group: Any = parallel_state.get_tensor_model_parallel_group()
-        temperature, count = self.config.temperature, self.config.top_k
+        temperature = self.config.temperature
+        count = self.config.top_k
         if not isinstance(teacher, Tensor):
             return top_kl_divergence(logits, teacher, temperature, group)
         if count is None:

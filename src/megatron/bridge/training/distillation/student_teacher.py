@@ -54,7 +54,8 @@ class ChunkPair:
 
     def take_states(self) -> dict[WatchedLayer, Tensor]:
         """Return and release the hidden states of the last microbatch."""
-        states, self.states = self.states, {}
+        states = self.states
+        self.states = {}
         return states
 
     def _receive(self) -> None:

@@ -29,7 +29,8 @@ def adapting_hook(config: ConfigContainer, training: bool = True) -> PreWrapHook
     """
     if config.peft is None:
         return None
-    peft, source = config.peft, config.checkpoint.pretrained_checkpoint
+    peft = config.peft
+    source = config.checkpoint.pretrained_checkpoint
     assert source is not None, "a rule refuses adapters without a base"
     if peft.seed is None:
         peft = dataclasses.replace(peft, seed=config.rng.seed)
@@ -69,7 +70,8 @@ def set_saved_weights(run: Run, loaded: dict[str, Any]) -> None:
 
 def check_base(run: Run, saved: dict[str, Any], directory: Path) -> None:
     """Refuse adapters of another base model, and adapters in a run without PEFT or vice versa."""
-    saved_base, run_base = saved.get("base"), chunk_info(run.model[0]).base
+    saved_base = saved.get("base")
+    run_base = chunk_info(run.model[0]).base
     if saved_base is None and run_base is not None:
         raise UserError(
             f"checkpoint {directory} holds all weights, not adapters: set checkpoint.pretrained_checkpoint to it, "

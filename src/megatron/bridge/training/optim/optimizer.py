@@ -144,7 +144,8 @@ def _share_loss_scale(optimizer: Any) -> None:
     scaled = [part for part in optimizer.chained_optimizers if getattr(part, "grad_scaler", None)]
     if len(scaled) < 2:
         return
-    scaler, prepare = scaled[0].grad_scaler, optimizer.prepare_grads
+    scaler = scaled[0].grad_scaler
+    prepare = optimizer.prepare_grads
     update, scaler.update = (
         scaler.update,
         lambda found_inf: None,
@@ -177,7 +178,8 @@ def _is_of_torch(inner: torch.optim.Optimizer) -> bool:
 
 
 def _allocate(inner: Any, parameter: torch.Tensor, group: dict[str, Any], part: Any) -> None:
-    kind, state = optimizer_kind(part), inner.state[parameter]
+    kind = optimizer_kind(part)
+    state = inner.state[parameter]
     if kind == "sgd" and not group["momentum"]:
         return
     if part.config.use_precision_aware_optimizer and not _is_of_torch(inner) and not state:

@@ -81,7 +81,8 @@ def tensor_slices(shape: tuple[int, ...], start: int, end: int) -> list[TensorSl
     if len(shape) == 1:
         return [TensorSlice((start,), (end - start,), 0)]
     row = prod(shape[1:])
-    first, last = -(-start // row), end // row
+    first = -(-start // row)
+    last = end // row
     if first > last:  # within one row
         return _slices_in_row(shape, last, start, end, 0)
     slices = _slices_in_row(shape, first - 1, start, first * row, 0)
@@ -140,7 +141,8 @@ def reload_main_weights(optimizer: MegatronOptimizer | None) -> None:
         optimizer.reload_model_params()
         for part in megatron_optimizers(optimizer):
             for parameter, main, start, end in _separate_masters(part):
-                values, master = parameter.data.view(-1)[start:end], _master(part, main)
+                values = parameter.data.view(-1)[start:end]
+                master = _master(part, main)
                 main.data.copy_(values.view_as(main))
                 _ = master.zero_() if master.dtype == torch.int16 else master.copy_(main)
 
@@ -236,7 +238,8 @@ def _shard_entries(
     shard: ParameterShard, tensor: ShardedTensor, begin: int
 ) -> Iterator[ShardedTensor]:
     """The slices of one checkpoint tensor that this rank has, for each state."""
-    start, end = max(shard.start, begin), min(shard.end, begin + prod(tensor.local_shape))
+    start = max(shard.start, begin)
+    end = min(shard.end, begin + prod(tensor.local_shape))
     replica = tensor.replica_id
     if shard.instance is not None:
         assert isinstance(replica, tuple), (

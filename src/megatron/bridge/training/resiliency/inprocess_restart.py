@@ -79,7 +79,8 @@ def run_with_restarts(config: ConfigContainer, attempt: Callable[[], Run]) -> Ru
     inprocess = import_optional(
         "nvidia_resiliency_ext.inprocess", "inprocess_restart", "resiliency"
     )
-    store, gloo = _create_store(config), GlooConnections()
+    store = _create_store(config)
+    gloo = GlooConnections()
 
     def one(call: inprocess.CallWrapper = None) -> Run:  # pyright: ignore - nvidia-resiliency-ext fills it in
         if call.iteration:

@@ -145,7 +145,8 @@ def _router_loss_names(model: Any) -> list[str]:
 
 
 def _balancing_types(model: Any) -> list[tuple[str, float]]:
-    kinds, coefficients = model.moe_router_load_balancing_type, model.moe_aux_loss_coeff
+    kinds = model.moe_router_load_balancing_type
+    coefficients = model.moe_aux_loss_coeff
     if isinstance(kinds, str):
         return [(kinds, coefficients)]
     return list(zip(kinds, coefficients, strict=True))

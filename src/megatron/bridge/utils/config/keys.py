@@ -124,7 +124,9 @@ class Slot:
 
     def set(self, value: Any) -> Callable[[], None]:
         """Set the value, and return a function that restores the previous one."""
-        previous, owner, name = self.value, self.owner, self.name
+        previous = self.value
+        owner = self.owner
+        name = self.name
         if is_group(owner):
             setattr(owner, name, value)
             return lambda: setattr(owner, name, previous)
@@ -210,7 +212,7 @@ def _unknown_key(config: Any, key: str, owner_key: str, owner: Any) -> UserError
     unavailable: frozenset[str] = getattr(config, "UNAVAILABLE_KEYS", frozenset())
     keys = [name for name in dotted_keys(config) if name not in unavailable]
     known = OTHER_NAMES.get(last)
-    # a config may lack the block of the known key, but not the key alone
+    # propose the known key if the config has no such group, but not if the group lacks the key
     is_absent = known and known.partition(".")[0] in keys and known not in keys
     close = [known] if known and not is_absent else nearest_keys(key, keys)
     return UserError(f"there is no {key}{owner_phrase}{suggestion(close)}")

@@ -153,7 +153,8 @@ def _candidates(value: Any) -> list[str]:
         return [f"{kind.__module__}.{kind.__qualname__}.{value.name}"]
     module = getattr(value, "__module__", None) or ""
     home = PUBLIC_HOMES.get(module, module)
-    name, qualname = getattr(value, "__name__", ""), getattr(value, "__qualname__", "")
+    name = getattr(value, "__name__", "")
+    qualname = getattr(value, "__qualname__", "")
     public = [name] if name in PUBLIC_NAMES and home.startswith("megatron.bridge.") else []
     # Functions such as torch.sigmoid are bound to a private class: their plain name in the same module is public.
     return [*public, f"{home}.{qualname}", f"{home}.{name}"]
@@ -204,7 +205,8 @@ def _is_public(parts: list[str]) -> bool:
 
 
 def _is_known(parts: list[str]) -> bool:
-    module, last = ".".join(parts[:-1]), parts[-1]
+    module = ".".join(parts[:-1])
+    last = parts[-1]
     if _is_public(parts):
         return True
     if module == "torch" and is_dtype(getattr(sys.modules.get("torch"), last, None)):

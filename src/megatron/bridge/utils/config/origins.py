@@ -93,7 +93,8 @@ def _annotated_lines(
     indent = "  " * prefix.count(".")
     yield f"{indent}{TARGET}: {plain[TARGET]}"
     for entry in config_fields(owner):
-        value, key = getattr(owner, entry.name), f"{prefix}{entry.name}"
+        value = getattr(owner, entry.name)
+        key = f"{prefix}{entry.name}"
         if key in skipped:
             continue
         if is_group(value):

@@ -184,7 +184,8 @@ class _Transaction:
 
     def _create_groups(self, key: str) -> None:
         """Set the unset groups above a dotted key to their defaults."""
-        owner, names = self._config, key.split(".")
+        owner = self._config
+        names = key.split(".")
         for depth, name in enumerate(names[:-1], start=1):
             child = child_of(owner, name)
             group_class = _class_of_unset(owner, name) if child is None else None
@@ -257,7 +258,8 @@ def _requests(layer: Layer, problems: list[str]) -> list[_Request]:
 
 def _parse_item(item: str, problems: list[str]) -> _Request | None:
     key, equals, text = item.partition("=")
-    key, text = _INDEX.sub(r".\1", key.strip()), text.strip()
+    key = _INDEX.sub(r".\1", key.strip())
+    text = text.strip()
     if not equals or not key:
         problems.append(f"override {item!r} is not of the form key.sub=value")
         return None

@@ -74,7 +74,9 @@ def write(plain: Any) -> str:
 
 def _check_size(text: str, source: str) -> None:
     """Refuse a text that would exhaust the stack or, through nested aliases, the memory."""
-    values, anchors, open_nodes = 0, dict[str, int](), list[tuple[str | None, int]]()
+    values = 0
+    anchors = dict[str, int]()
+    open_nodes = list[tuple[str | None, int]]()
     for event in cast(Any, yaml).parse(text, Loader=_Loader):
         if isinstance(event, yaml.AliasEvent):
             if event.anchor not in anchors:

@@ -144,7 +144,8 @@ def _outline_tensors(modules: list[ModuleTensors]) -> list[Any]:
 @torch.no_grad()
 def _of_task(task: WeightConversionTask) -> list[ModuleTensors]:
     """Return the adapter tensors of one parameter on this rank; a collective over the ranks of its shards."""
-    module, weight = task.megatron_module, cast(Tensor, task.param_weight)
+    module = task.megatron_module
+    weight = cast(Tensor, task.param_weight)
     if is_whole(weight):
         full_tensors = task.mapping.megatron_to_hf(sharded_rows.whole(weight), module)
         return [ModuleTensors(*_split_name(name, tensor)) for name, tensor in full_tensors.items()]
@@ -408,7 +409,8 @@ def _drop_tied_copies(
     """Return the tensors without the second half of a tie; refuse halves that differ."""
     remaining = dict(tensors)
     for alias, name in plan.ties.items():
-        alias_key, key = f"{PREFIX}{alias}", f"{PREFIX}{name}"
+        alias_key = f"{PREFIX}{alias}"
+        key = f"{PREFIX}{name}"
         if alias_key not in tensors and key not in tensors:
             continue
         if not _are_equal(tensors.get(alias_key), tensors.get(key)):
@@ -496,10 +498,8 @@ def _fill_whole(
     updates: dict[str, Tensor] = {}
     for hf_name in task.mapping.hf_names:
         if _tensor_key(hf_name, EMBEDDING_A) in tensors:
-            a, b = (
-                tensors[_tensor_key(hf_name, EMBEDDING_A)],
-                tensors[_tensor_key(hf_name, EMBEDDING_B)],
-            )
+            a = tensors[_tensor_key(hf_name, EMBEDDING_A)]
+            b = tensors[_tensor_key(hf_name, EMBEDDING_B)]
             rank, alpha = rank_and_alpha(config, _module_of(hf_name))
             scaling = alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)
             updates[hf_name] = (b.float() @ a.float()).T * scaling

@@ -76,10 +76,8 @@ def _known_weights(
 
 
 def _compare_tensors(tensor: Tensor, stored: Tensor) -> TensorProof:
-    tensor_bytes, stored_bytes = (
-        _byte_view(tensor.detach().cpu().to(stored.dtype)),
-        _byte_view(stored),
-    )
+    tensor_bytes = _byte_view(tensor.detach().cpu().to(stored.dtype))
+    stored_bytes = _byte_view(stored)
     return TensorProof(
         shape=tuple(stored.shape),
         dtype=dtype_name(stored.dtype),

@@ -67,7 +67,8 @@ def attention(
             queries first.
         turned: matrices are stored as [in, out].
     """
-    megatron_name, hf_name = "decoder.layers.*.self_attention", f"{layers}.{names}"
+    megatron_name = "decoder.layers.*.self_attention"
+    hf_name = f"{layers}.{names}"
     block: Block = (
         *_qkv_mappings(f"{megatron_name}.linear_qkv", hf_name, fused, gated, grouped, turned),
         *linear(f"{megatron_name}.linear_proj", f"{layers}.{output}", turned),
@@ -82,7 +83,8 @@ def attention(
     name = qk_norm if isinstance(qk_norm, str) else "norm"
     names_of = {role: f"{role}_{name}" for role in "qk"}
     if isinstance(qk_norm, tuple):
-        megatron_name, names_of = f"{megatron_name}.late_", dict(zip("qk", qk_norm, strict=True))
+        megatron_name = f"{megatron_name}.late_"
+        names_of = dict(zip("qk", qk_norm, strict=True))
     else:
         megatron_name = f"{megatron_name}."
     norms = (
@@ -141,7 +143,8 @@ def mlp(
         projections: Hugging Face names of gate, up and down projection.
         turned: matrices are stored as [in, out]; only for layers without a gate.
     """
-    megatron_name, hf_name = "decoder.layers.*.mlp", f"{layers}.{names}" if names else layers
+    megatron_name = "decoder.layers.*.mlp"
+    hf_name = f"{layers}.{names}" if names else layers
     gate, up, down = (f"{hf_name}.{name}" for name in projections)
     if fused:
         name = "gate_up_proj" if fused is True else fused

@@ -82,7 +82,8 @@ def delta_net(
 
     ``split``: the input projection is four tensors instead of two tensors that are grouped by key head.
     """
-    megatron_name, hf_name = "decoder.layers.*.self_attention", f"{layers}.linear_attn"
+    megatron_name = "decoder.layers.*.self_attention"
+    hf_name = f"{layers}.linear_attn"
     kind, roles = (
         (SplitGDNLinearMapping, ("qkv", "z", "b", "a"))
         if split
@@ -104,7 +105,8 @@ def delta_net(
 
 def kimi_delta(layers: str = "model.layers.*", names: str = "self_attn") -> Block:
     """Kimi delta attention; ``latent_attention`` maps the normalization before it."""
-    megatron_name, hf_name = "decoder.layers.*.self_attention", f"{layers}.{names}"
+    megatron_name = "decoder.layers.*.self_attention"
+    hf_name = f"{layers}.{names}"
     cut = (
         *(f"{name}_proj" for name in ("q", "k", "v", "b", "f_b", "g_b")),
         *(f"{name}_conv1d" for name in "qkv"),

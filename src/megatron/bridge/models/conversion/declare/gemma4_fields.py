@@ -88,7 +88,8 @@ def _unlike_back(values: tuple[Any, ...], provider: Any) -> dict[str, dict[str, 
 
 
 def _sharing_pattern(count: int, config: Mapping[str, Any]) -> list[int] | None:
-    layers, kinds = config["num_hidden_layers"], config["layer_types"]
+    layers = config["num_hidden_layers"]
+    kinds = config["layer_types"]
     if not 0 <= count < layers or set(kinds[: layers - count]) != set(kinds):
         raise UserError(
             f"num_kv_shared_layers={count} must leave layers of each kind with their own keys"
@@ -204,11 +205,9 @@ def shared_kv_attention(config: Any) -> Block:
 
 def layer_ends(layers: str = "model.layers.*") -> Block:
     """Per-layer embeddings, and the scalars that multiply the outputs of layers."""
-    megatron_layers, gate, inputs = (
-        "decoder.layers.*",
-        "decoder.layers.*.per_layer_gate",
-        "per_layer_inputs",
-    )
+    megatron_layers = "decoder.layers.*"
+    gate = "decoder.layers.*.per_layer_gate"
+    inputs = "per_layer_inputs"
     names = {
         f"{inputs}.projection.weight": "model.per_layer_model_projection.weight",
         f"{inputs}.norm.weight": "model.per_layer_projection_norm.weight",

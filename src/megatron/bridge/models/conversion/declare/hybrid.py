@@ -43,7 +43,8 @@ _OLDER_NAMES = {"mamba": MAMBA, "attention": ATTENTION}
 
 def _layer_symbols(config: Mapping[str, Any]) -> str:
     """Return a symbol for each layer, from the list of names or from the older string."""
-    names, symbols = config.get("layers_block_type"), config.get("hybrid_override_pattern")
+    names = config.get("layers_block_type")
+    symbols = config.get("hybrid_override_pattern")
     if names is None:
         if symbols is None:
             raise UserError("layers_block_type is missing: it lists the kind of each layer")
@@ -150,10 +151,8 @@ def _mamba_groups(count: int, config: Mapping[str, Any]) -> int:
 
 def _periodic_pattern(config: Mapping[str, Any], kind: str, period: int, offset: int) -> list[int]:
     """Return 1 for each layer of a kind that occurs once per period."""
-    period, offset = (
-        config.get(f"{kind}_layer_period", period),
-        config.get(f"{kind}_layer_offset", offset),
-    )
+    period = config.get(f"{kind}_layer_period", period)
+    offset = config.get(f"{kind}_layer_offset", offset)
     return [int(layer % period == offset) for layer in range(config["num_hidden_layers"])]
 
 
@@ -374,10 +373,8 @@ def mamba(
     replaces attention in some layers, and ``attention`` maps the normalization if it is a separate module.
     ``module`` is Megatron's name of a mixer parallel to attention.
     """
-    megatron_name, hf_name = (
-        f"decoder.layers.*.{'self_attention' if replaces_attention else module}",
-        f"{layers}.{names}",
-    )
+    megatron_name = f"decoder.layers.*.{'self_attention' if replaces_attention else module}"
+    hf_name = f"{layers}.{names}"
     norms = (
         fused_norm("decoder.layers.*.norm", f"{megatron_name}.in_proj", f"{layers}.{norm}")
         if norm
@@ -406,7 +403,8 @@ def selective_mamba(
     layers: str = "model.layers.*", names: str = "mamba", norm: str = "input_layernorm"
 ) -> Block:
     """A Mamba-1 mixer; ``attention`` maps the normalization before it if that is a separate module."""
-    megatron_name, hf_name = "decoder.layers.*.self_attention", f"{layers}.{names}"
+    megatron_name = "decoder.layers.*.self_attention"
+    hf_name = f"{layers}.{names}"
     same = ("A_log", "D", "out_proj.weight")
     pairs = {
         "conv1d_weight": "conv1d.weight",
@@ -491,7 +489,8 @@ ADJUSTED_WIDTH: tuple[Field, ...] = (
 
 def short_conv(layers: str = "model.layers.*", norm: str = "operator_norm") -> Block:
     """A gated short convolution; ``attention`` maps the normalization before it if that is a module."""
-    megatron_name, hf_name = "decoder.layers.*.self_attention", f"{layers}.conv"
+    megatron_name = "decoder.layers.*.self_attention"
+    hf_name = f"{layers}.conv"
     return (
         ShortConvMapping(f"{megatron_name}.in_proj.weight", f"{hf_name}.in_proj.weight"),
         ReplicatedMapping(f"{megatron_name}.in_proj.layer_norm_weight", f"{layers}.{norm}.weight"),

@@ -63,11 +63,9 @@ _METHODS = ("greedy", "group_limited_greedy")
 
 def _expert_groups(config: Mapping[str, Any]) -> tuple[int | None, int | None]:
     """Return (groups of experts, groups that a token may choose from), or (None, None) for all."""
-    method, groups, chosen = (
-        config.get("topk_method", "greedy"),
-        config.get("n_group"),
-        config.get("topk_group"),
-    )
+    method = config.get("topk_method", "greedy")
+    groups = config.get("n_group")
+    chosen = config.get("topk_group")
     if method not in _METHODS:
         raise UserError(f"topk_method={method!r} is not supported: {' and '.join(_METHODS)} are")
     if method == "greedy" or groups == 1:
@@ -97,7 +95,8 @@ def _listed_pattern(kinds: list[str], config: Mapping[str, Any]) -> list[int]:
 
 
 def _sparse_pattern(kinds: list[str], config: Mapping[str, Any]) -> list[int]:
-    pattern, dense = _listed_pattern(kinds, config), config.get("first_k_dense_replace")
+    pattern = _listed_pattern(kinds, config)
+    dense = config.get("first_k_dense_replace")
     if dense is not None and pattern != [int(layer >= dense) for layer in range(len(pattern))]:
         raise UserError(
             f"first_k_dense_replace={dense} and mlp_layer_types name different layers: remove one"
@@ -289,7 +288,8 @@ _PROJECTIONS = {
 
 def latent_attention(layers: str = "model.layers.*", norm: str = "input_layernorm") -> Block:
     """Multi-latent attention, with or without a query latent, and the normalization before it."""
-    megatron_name, hf_name = "decoder.layers.*.self_attention", f"{layers}.self_attn"
+    megatron_name = "decoder.layers.*.self_attention"
+    hf_name = f"{layers}.self_attn"
     return (
         *(
             AutoMapping(f"{megatron_name}.{megatron_part}.weight", f"{hf_name}.{hf}.weight")
@@ -311,10 +311,8 @@ def latent_attention(layers: str = "model.layers.*", norm: str = "input_layernor
 
 def indexer(layers: str = "model.layers.*") -> Block:
     """The indexer of sparse attention, which selects the keys that a query attends to."""
-    megatron_name, hf_name = (
-        "decoder.layers.*.self_attention.core_attention.indexer",
-        f"{layers}.self_attn.indexer",
-    )
+    megatron_name = "decoder.layers.*.self_attention.core_attention.indexer"
+    hf_name = f"{layers}.self_attn.indexer"
     return tuple(
         ReplicatedMapping(f"{megatron_name}.{prefix}{name}", f"{hf_name}.{name}")
         for prefix, name in (

@@ -64,7 +64,8 @@ def _negate(value: Any, _: Any) -> bool:
 
 def _read_groups(count: Any, config: Mapping[str, Any]) -> tuple[int | None, int | None, str]:
     """Return (groups, groups per token, their score); a single group is no restriction."""
-    chosen, experts = config["topk_group"], config["num_experts_per_tok"]
+    chosen = config["topk_group"]
+    experts = config["num_experts_per_tok"]
     check_groups(count or 1, chosen, config)
     if count in (None, 1):
         return None, None, "sum"
@@ -79,7 +80,8 @@ def check_groups(count: int, chosen: int | None, config: Mapping[str, Any]) -> N
         raise UserError(f"n_group={count} does not divide {key}={config[key]}")
     if chosen is not None and chosen > count:
         raise UserError(f"topk_group={chosen} is more than n_group={count}")
-    reach, experts_per_token = (chosen or 1) * config[key] // count, config["num_experts_per_tok"]
+    reach = (chosen or 1) * config[key] // count
+    experts_per_token = config["num_experts_per_tok"]
     if reach < experts_per_token:
         raise UserError(
             f"topk_group={chosen} of n_group={count} have {reach} experts, fewer than "
@@ -122,7 +124,8 @@ def dense_before_sparse(key: str) -> Field:
         return _as_frequency([int(layer >= dense) for layer in range(layers)])
 
     def before(_: Any, provider: Any) -> int:
-        pattern, dense = moe_pattern(provider), leading_dense(provider)
+        pattern = moe_pattern(provider)
+        dense = leading_dense(provider)
         if 0 in pattern[dense:]:
             raise UserError(
                 f"moe_layer_freq has dense layers after sparse ones, which {key} cannot express"
@@ -153,7 +156,8 @@ def _last_sparse(_: Any, provider: Any) -> int:
 
 def _sparse_step_pattern(_: Any, config: Mapping[str, Any]) -> int | list[int]:
     """Return 1 for every ``decoder_sparse_step``-th layer (with experts), unless ``mlp_only_layers`` names it."""
-    step, dense = config.get("decoder_sparse_step", 1), config.get("mlp_only_layers") or ()
+    step = config.get("decoder_sparse_step", 1)
+    dense = config.get("mlp_only_layers") or ()
     layers = range(config["num_hidden_layers"])
     pattern = [int((layer + 1) % step == 0 and layer not in dense) for layer in layers]
     if 1 not in pattern:
@@ -416,7 +420,8 @@ def shared_experts(
     ``gate`` is the gate of their output, if any. With ``gated``, the layer has a gate projection. ``fused`` has two
     names: of the tensor with gate and up projection, and of the down projection.
     """
-    parent, hf_name = f"{_LAYER}.shared_experts", f"{layers}.{name}"
+    parent = f"{_LAYER}.shared_experts"
+    hf_name = f"{layers}.{name}"
     if fused:
         return (
             ConcatenatedGatedMLPMapping(

@@ -188,7 +188,8 @@ class VisionBridge(DecoderBridge):
         if provider.vision is None:
             return {}
         text = self._text_bridge(provider.vision).megatron_to_hf_config(provider)
-        tied, dtype = text.pop(_TIED, False), text.pop("dtype")
+        tied = text.pop(_TIED, False)
+        dtype = text.pop("dtype")
         del text["architectures"]
         source_text = provider.vision[_TEXT]
         text = self._written(

@@ -122,16 +122,21 @@ def _group_into_buckets(
         if bucket and held + task_bytes + max(largest, task_bytes) > limit:
             yield bucket
             # the caller still holds the last tensor
-            bucket, held, largest = [], last, 0
+            bucket = []
+            held = last
+            largest = 0
         bucket.append(task)
-        held, largest, last = held + task_bytes, max(largest, task_bytes), task_bytes
+        held = held + task_bytes
+        largest = max(largest, task_bytes)
+        last = task_bytes
     if bucket:
         yield bucket
 
 
 def _bytes_of_task(task: WeightConversionTask, merged: bool) -> int:
     """Return the bytes of a task's tensors, or of the shards to join; equal on all ranks."""
-    size, shard = task.dtype.itemsize, task.shard
+    size = task.dtype.itemsize
+    shard = task.shard
     joined = sum(math.prod(shape) for shape in task.hf_slice_shapes.values())
     held = math.prod(shard.shape) * (shard.parts + merged)
     return size * max(joined, held)
@@ -174,7 +179,8 @@ class _Memory:
         self._used = 0
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype, device: Any) -> Tensor:
-        start, size = self._used, torch.Size(shape).numel() * dtype.itemsize
+        start = self._used
+        size = torch.Size(shape).numel() * dtype.itemsize
         self._used += -(-size // 64) * 64
         if self._used > len(self._bytes):
             return torch.empty(shape, dtype=dtype, device=device)

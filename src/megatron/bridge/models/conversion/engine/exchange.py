@@ -133,7 +133,8 @@ def start_gather(
     rank = rank_and_size(group)[0]
     if parts == 1:
         return Pending([tensor] if rank == receiver else None)
-    local, dist = tensor.detach().contiguous(), cast(Any, torch_dist)
+    local = tensor.detach().contiguous()
+    dist = cast(Any, torch_dist)
     if rank != receiver:
         return Pending(None, (dist.isend(local, group=group, group_dst=receiver),))
     shards = [
@@ -242,7 +243,8 @@ def _start_to_first(
     owner: int,
     empty: Callable[..., Tensor],
 ) -> Pending[Any]:
-    rank, dist = rank_and_size(group)[0], cast(Any, torch_dist)
+    rank = rank_and_size(group)[0]
+    dist = cast(Any, torch_dist)
     if rank == owner:
         assert local_tensors is not None
         sent = [tensor.contiguous() for tensor in local_tensors.values()]

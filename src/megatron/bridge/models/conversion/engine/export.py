@@ -261,7 +261,8 @@ def _gather_share(
     rank, size = exchange.rank_and_size(group)
     receiver = index % size
     if not _is_computed(bridge, task):
-        local_shard, parts = cast(Tensor, task.exported), task.shard.parts
+        local_shard = cast(Tensor, task.exported)
+        parts = task.shard.parts
         if parts > 1 and _in_rows(task):
             return [(task.shard.part, local_shard)]
         shards = exchange.start_gather(local_shard, group, parts, receiver).wait()
@@ -314,7 +315,8 @@ def _refuse_unwritten(layouts: list[FileLayout], writer: Writer) -> None:
 
 def _written_rows(task: WeightConversionTask, parts: Parts) -> Iterator[tuple[str, int, Tensor]]:
     """Yield (tensor, first row, rows): views of the shards if their rows are contiguous, else joined tensors."""
-    shard, expert = task.shard, task.mapping.expert
+    shard = task.shard
+    expert = task.mapping.expert
     if not isinstance(parts, dict) and not _in_rows(task):
         parts = task.mapping.join(shard, [weight for _, weight in parts])
     if isinstance(parts, dict):

@@ -92,7 +92,8 @@ def fill(
         The names of its tensors with NaN or infinite values, with their files.
     """
     if isinstance(task.param_weight, DTensor):
-        parameter, dtype = task.param_weight, sharded_rows.stored_dtype(task.param_weight)
+        parameter = task.param_weight
+        dtype = sharded_rows.stored_dtype(task.param_weight)
         values = torch.empty(parameter.shape, dtype=dtype, device=parameter.device)
         invalid = fill(bridge, replace(task, param_weight=values), checkpoint)
         sharded_rows.set_local_rows(parameter, values)

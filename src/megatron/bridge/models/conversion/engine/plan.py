@@ -392,7 +392,8 @@ def _make_task(
     modules: HeldParameters,
 ) -> WeightConversionTask:
     rank, size = exchange.rank_and_size(exchange.shard_group(item.name))
-    module, parameter = None, None
+    module = None
+    parameter = None
     if item.owner.is_here:
         _, module, parameter = modules[item.chunk, item.local_name]
     return WeightConversionTask(

@@ -163,7 +163,8 @@ def _batch_tasks(
         size = torch.Size(task.shard.shape).numel() * task.dtype.itemsize if _is_read(task) else 0
         if batch and held + size > limit:
             yield batch, held
-            batch, held = [], 0
+            batch = []
+            held = 0
         batch.append(task)
         held += size
     if batch:

@@ -232,7 +232,8 @@ class MegatronParamMapping:
             transposed: each expert's matrix is stored as [in, out].
         """
         mapping = copy.copy(self)
-        mapping.is_stacked, mapping.transposed = True, transposed
+        mapping.is_stacked = True
+        mapping.transposed = transposed
         return mapping
 
     def turned(self) -> Self:
@@ -260,11 +261,9 @@ class MegatronParamMapping:
             mapping = self._rebuild(
                 name, {role: hf(hf_name) for role, hf_name in self.hf_param.items()}
             )
-        mapping.is_stacked, mapping.transposed, mapping.expert = (
-            self.is_stacked,
-            self.transposed,
-            self.expert,
-        )
+        mapping.is_stacked = self.is_stacked
+        mapping.transposed = self.transposed
+        mapping.expert = self.expert
         return mapping
 
     def _rebuild(self, megatron_param: str, hf_param: HFNames) -> Self:
@@ -291,11 +290,13 @@ class MegatronParamMapping:
 
     def copy_ranges(self, shard: ShardSpec) -> list[CopyRange]:
         """Return the ranges that ``shard`` shares with the Hugging Face tensors."""
-        first, last = shard.part * shard.local, (shard.part + 1) * shard.local
+        first = shard.part * shard.local
+        last = (shard.part + 1) * shard.local
         copy_ranges: list[CopyRange] = []
         position = 0
         for block in self.blocks(shard):
-            start, stop = max(first, position), min(last, position + block.length)
+            start = max(first, position)
+            stop = min(last, position + block.length)
             if start < stop:
                 copy_ranges.append(
                     CopyRange(
@@ -326,14 +327,16 @@ class MegatronParamMapping:
             extent[block.hf] = max(extent.get(block.hf, 0), block.stop)
         if not shard.shape:
             return dict.fromkeys(extent, ())
-        before, after = shard.shape[: shard.dim], shard.shape[shard.dim + 1 :]
+        before = shard.shape[: shard.dim]
+        after = shard.shape[shard.dim + 1 :]
         turn = -1 if self.transposed else 1
         return {hf: (*before, length, *after)[::turn] for hf, length in extent.items()}
 
     @property
     def copies(self) -> bool:
         """Whether ``blocks`` fully describes the mapping, so that ranges can be copied without calling its methods."""
-        base, mapping_class = MegatronParamMapping, type(self)
+        base = MegatronParamMapping
+        mapping_class = type(self)
         return (
             mapping_class.hf_to_megatron is base.hf_to_megatron
             and mapping_class.megatron_to_hf is base.megatron_to_hf
@@ -456,7 +459,8 @@ class OneRowMapping(ReplicatedMapping):
 
     def __init__(self, megatron_param: str, hf_param: HFNames) -> None:
         super().__init__(megatron_param, hf_param)
-        self.is_stacked, self.expert = True, 0
+        self.is_stacked = True
+        self.expert = 0
 
     def resolve(self, captures: Iterable[str]) -> Self:
         """Return the mapping of a concrete parameter; the row has no wildcard."""

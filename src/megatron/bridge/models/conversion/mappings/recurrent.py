@@ -96,7 +96,8 @@ class GDNLinearMapping(ColumnParallelMapping):
         names = cast(dict[str, str], self.hf_param)
         config = shard.config
         ratio = config.linear_num_value_heads // config.linear_num_key_heads
-        key, values = config.linear_key_head_dim, ratio * config.linear_value_head_dim
+        key = config.linear_key_head_dim
+        values = ratio * config.linear_value_head_dim
         kinds = [
             ("qkvz", key),
             ("qkvz", key),
@@ -123,7 +124,8 @@ class SplitGDNLinearMapping(ColumnParallelMapping):
 
     def blocks(self, shard: ShardSpec) -> Iterator[HFRange]:
         """Yield each kind for the first rank, then for the second, and so on."""
-        names, config = cast(dict[str, str], self.hf_param), shard.config
+        names = cast(dict[str, str], self.hf_param)
+        config = shard.config
         keys = config.linear_num_key_heads * config.linear_key_head_dim
         heads = config.linear_num_value_heads
         values = heads * config.linear_value_head_dim

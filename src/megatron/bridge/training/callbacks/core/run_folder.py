@@ -61,7 +61,8 @@ class RunMetadata(Callback):
     """
 
     def on_train_start(self, context: Run) -> None:
-        config, folder = context.config, context.config.logger.log_dir
+        config = context.config
+        folder = context.config.logger.log_dir
         if config.logger.log_non_default_values:
             config.log_non_default_values(context.origins)
         if folder:

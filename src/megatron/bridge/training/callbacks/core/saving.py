@@ -21,9 +21,10 @@ class CheckpointSaving(Callback):
     """Saves every ``checkpoint.save_interval`` steps and after the last one, if ``checkpoint.save`` is set."""
 
     def __init__(self) -> None:
-        self._saved: int | None = None
-        self._started: int | None = None
+        self._saved: int | None = None  # newest step that is on disk
+        self._started: int | None = None  # last step whose persistent save began
         self._background: AsyncSaver | None = None
+        # name of the run for non-persistent checkpoints; None: there are none
         self._name: str | None = None
 
     def on_train_start(self, context: Run) -> None:
@@ -31,7 +32,8 @@ class CheckpointSaving(Callback):
         config = context.config.checkpoint
         if config.save is not None:
             save_load.check_save(context)
-            root, step = Path(config.save), context.progress.step
+            root = Path(config.save)
+            step = context.progress.step
             self._saved = step if on_first_rank(lambda: _is_newest(root, step)) else None
             self._background = _background_writer(context) if config.async_save else None
             if config.non_persistent_ckpt_type is not None:
@@ -125,12 +127,14 @@ class HFCopies(Callback):
     def _is_new(self, context: Run) -> bool:
         """Whether the tracker was written since it was asked last."""
         tracker = _root(context) / paths.TRACKER
-        before, self._seen = self._seen, tracker.stat().st_mtime_ns if tracker.is_file() else None
+        before = self._seen
+        self._seen = tracker.stat().st_mtime_ns if tracker.is_file() else None
         return self._seen != before
 
     def _advance(self, context: Run, patience: float) -> bool:
         """Finish the copy that is being made and start the next; return True if no copy is pending."""
-        root, config = _root(context), context.config.checkpoint
+        root = _root(context)
+        config = context.config.checkpoint
         if self._running is not None and not self._is_finished(self._running, patience):
             return False
         hf_copy.clean(root)

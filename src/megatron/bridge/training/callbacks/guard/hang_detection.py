@@ -74,11 +74,14 @@ class HangDetection(Callback):
 
     def _watch(self) -> None:
         store = _HeartbeatStore()
-        phases, since = -1, time.monotonic()
+        phases = -1
+        since = time.monotonic()
         before: list[Heartbeat | None] = []
         while not self._stop.wait(self._seconds / BEATS_PER_TIMEOUT):
             if self._phases != phases:
-                phases, since, before = self._phases, time.monotonic(), []
+                phases = self._phases
+                since = time.monotonic()
+                before = []
             store.publish(self._phases, self._step, *current_function(self._main))
             late = time.monotonic() - since - self._seconds
             if late > 0 and not before:

@@ -47,7 +47,8 @@ class Preemption(Callback):
         train = config.train
         self._minutes = train.exit_duration_in_mins
         self._handles = train.exit_signal_handler and config.checkpoint.save is not None
-        self._caught, self._interrupted = 0, 0.0
+        self._caught = 0
+        self._interrupted = 0.0
         self._before: dict[signal.Signals, Callable[..., Any] | int | None] = {}
 
     def on_train_start(self, context: Run) -> None:
@@ -70,7 +71,8 @@ class Preemption(Callback):
         ):
             signal.signal(signal.SIGINT, signal.SIG_DFL)
             signal.raise_signal(signal.SIGINT)
-        self._caught, self._interrupted = signum, time.monotonic()
+        self._caught = signum
+        self._interrupted = time.monotonic()
 
     def on_train_step_end(self, context: Run) -> None:
         if not self._handles and self._minutes is None:
@@ -95,7 +97,8 @@ class Preemption(Callback):
         """The reason of any rank: the one of now or, with ``later``, the one of the step before."""
         if not self._later:
             return int(distributed.reduce_numbers([reason], "MAX")[0])
-        before, self._pending = self._pending, distributed.PendingMaximum(reason)
+        before = self._pending
+        self._pending = distributed.PendingMaximum(reason)
         return 0 if before is None else int(before.wait())
 
     def close(self, context: Run) -> None:

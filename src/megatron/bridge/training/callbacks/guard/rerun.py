@@ -23,6 +23,7 @@ from megatron.bridge.backends.fsdp.sharded_rows import local_rows, sharded_names
 from megatron.bridge.checkpoint.collective import on_first_rank
 from megatron.bridge.training.callbacks.base import Callback
 from megatron.bridge.training.callbacks.guard.preemption import REQUEUE_EXIT_CODE
+from megatron.bridge.training.callbacks.guard.skipped_batches import SKIPPED_FILE, steps_to_skip
 from megatron.bridge.training.config import RerunStateMachineConfig
 from megatron.bridge.training.initialize.rank_state import random_states, set_random_states
 from megatron.bridge.training.loop import forward_backward, zero_gradients
@@ -32,7 +33,6 @@ from megatron.bridge.utils import distributed
 from megatron.bridge.utils.atomic import write_text
 from megatron.bridge.utils.console import print_rank_0
 
-SKIPPED_FILE = "skipped_batches.json"
 LOSS_HISTORY = ("large_value_counts", "max_values")  # attributes of the state machine
 
 
@@ -161,51 +161,6 @@ def mean_loss(reports: list[LossReport]) -> torch.Tensor:
     return torch.stack([total[0] / total[1].clamp(min=1) for total in sums.values()]).sum()
 
 
-class SkipBatches(Callback):
-    """Reads batches without training on them, and counts their steps as skipped."""
-
-    def __init__(self) -> None:
-        self._steps: set[int] = set()
-
-    def on_train_start(self, context: Run) -> None:
-        """Skip the configured steps, and those in which earlier starts of this run found a persistent error."""
-        save = context.config.checkpoint.save
-        persistent: dict[int, str] = (
-            {} if save is None else on_first_rank(lambda: steps_to_skip(Path(save)))
-        )
-        self._steps = {*context.config.train.iterations_to_skip, *persistent}
-        self._skip(context)
-
-    def on_train_step_end(self, context: Run) -> None:
-        """Skip the next steps; a run that stops here skips them when it resumes."""
-        context.skipped_before = 0
-        if context.stop_reason is None:
-            self._skip(context)
-
-    def _skip(self, run: Run) -> None:
-        progress, train = run.progress, run.config.train
-        while progress.step + 1 in self._steps and progress.step < train.train_iters:
-            for batches in run.train_batches:
-                for _ in range(run.num_microbatches):
-                    next(batches)
-            progress.step += 1
-            progress.consumed_train_samples += run.batch_size
-            progress.skipped_steps += 1
-            run.skipped_before += 1
-            print_rank_0(f"step {progress.step}: batch skipped")
-
-
-def steps_to_skip(root: Path) -> dict[int, str]:
-    """The steps to skip, from a run's folder, with the error of each."""
-    try:
-        return {
-            int(step): error_text
-            for step, error_text in json.loads((root / SKIPPED_FILE).read_text()).items()
-        }
-    except FileNotFoundError:
-        return {}
-
-
 def _save_states(run: Run) -> dict[str, Any]:
     """The state that forward and backward passes change, apart from the gradients."""
     return {"random": random_states(), "biases": [bias.clone() for bias in _router_biases(run)]}
@@ -256,22 +211,3 @@ def _gradients(chunk: Any) -> Iterator[torch.Tensor]:
         )
     else:
         yield from (buffer.grad_data for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers))
-
-
-class NaNGuard(Callback):
-    """Ends the run at a step whose gradient norm is not finite: the update of this step has corrupted the weights.
-
-    The norm is already on the host and equal on all ranks, so the check is free and all ranks stop together. With
-    fp16 the optimizer skips such steps and the run continues with a lower loss scale.
-    """
-
-    def on_train_step_end(self, context: Run) -> None:
-        if context.skipped_iter or context.grad_norm is None or math.isfinite(context.grad_norm):
-            return
-        losses = ", ".join(
-            f"{name} {loss.item()}" for name, loss in (context.loss_dict or {}).items()
-        )
-        raise FloatingPointError(
-            f"step {context.progress.step}: the gradient norm is {context.grad_norm} ({losses}); the step is not "
-            "saved. Resume from the last checkpoint with a lower optimizer.lr, or look for corrupt samples"
-        )

@@ -119,13 +119,18 @@ class Logging(Callback):
 
     def _log(self, run: Run, losses: Metrics) -> None:
         self._write(run, "train", losses | self._step_numbers(run) | self._measured(run))
-        self._totals, self._steps, self._samples, self._seconds = {}, 0, 0, 0.0
+        self._totals = {}
+        self._steps = 0
+        self._samples = 0
+        self._seconds = 0.0
 
     def _losses(self) -> Metrics:
         return {name: (total / self._steps).item() for name, total in self._totals.items()}
 
     def _step_numbers(self, run: Run) -> Metrics:
-        config, step, speed = self._config, run.last_step, self._speed
+        config = self._config
+        step = run.last_step
+        speed = self._speed
         assert step is not None, "a step ended"
         assert speed is not None, "training has started"
         tokens = self._samples * config.dataset.seq_length / self._seconds
@@ -171,7 +176,8 @@ def _ramp(train: TrainingConfig) -> str:
 
 def announcement(config: ConfigContainer, step: int) -> str:
     """One line about the training that is about to start."""
-    train, length = config.train, config.dataset.seq_length
+    train = config.train
+    length = config.dataset.seq_length
     if step >= train.train_iters:
         return f"nothing is left to train: the run is at step {step}, train.train_iters={train.train_iters}"
     sizes = sizes_of(config.model) | {"data": config.data_parallel_size()}

@@ -74,9 +74,12 @@ class EnergyUse:
         """Joules per step over all ranks, and the mean power of one GPU, including the time between steps."""
         if self._meter is None:
             return {}
-        joules, now = self._meter.joules(), time.perf_counter()
-        used, seconds = joules - self._last, now - self._since
-        self._last, self._since = joules, now
+        joules = self._meter.joules()
+        now = time.perf_counter()
+        used = joules - self._last
+        seconds = now - self._since
+        self._last = joules
+        self._since = now
         (total,) = distributed.reduce_numbers([used], "SUM")
         return {
             "joules per step": total / steps,
@@ -237,5 +240,6 @@ class DataWait:
 
     def read(self, steps: int) -> Metrics:
         """Seconds per step since the last call, the maximum over ranks; call on all ranks."""
-        seconds, self._seconds = self._seconds / steps, 0.0
+        seconds = self._seconds / steps
+        self._seconds = 0.0
         return {"data wait": distributed.reduce_numbers([seconds], "MAX")[0]}

@@ -61,7 +61,9 @@ class ConsoleOutput:
         self._started = 0.0
 
     def open(self, step: int, train_iters: int) -> None:
-        self._first_step, self._train_iters, self._started = step, train_iters, time.monotonic()
+        self._first_step = step
+        self._train_iters = train_iters
+        self._started = time.monotonic()
         if self._console.is_terminal:
             from rich.live import Live
 
@@ -188,7 +190,8 @@ class PrometheusOutput:
     """A page at ``http://HOST:PORT/metrics`` with the last values, from a thread of the first rank."""
 
     def __init__(self, config: ConfigContainer) -> None:
-        self._host, self._port = config.logger.prometheus_host, config.logger.prometheus_port
+        self._host = config.logger.prometheus_host
+        self._port = config.logger.prometheus_port
         self._save = config.checkpoint.save
         self._gauges: dict[str, Any] = {}
         self._server: Any = None

@@ -93,7 +93,8 @@ class Profiling(Callback):
     def stop(self, context: Run) -> None:
         """Stop the profilers and write their files; a second call does nothing."""
         self.open = False
-        profilers, self._profilers = self._profilers, []
+        profilers = self._profilers
+        self._profilers = []
         if self._memory.running:
             profilers = [*profilers, self._memory]
         for profiler in profilers:
@@ -127,7 +128,9 @@ class _PyTorchTrace:
     """A trace in Chrome's format for Perfetto: ``traces/steps_11-12/rank_0.json.gz``."""
 
     def __init__(self, config: ProfilingConfig, met: int) -> None:
-        self._config, self._met, self._first = config, met, 0
+        self._config = config
+        self._met = met
+        self._first = 0
         activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * torch.cuda.is_available()
         self._profiler = profile(
             activities=activities, record_shapes=config.record_shapes, acc_events=True

@@ -91,7 +91,8 @@ def _quoted(text: str) -> str:
 
 
 def _next_steps(config: ConfigContainer) -> Iterator[str]:
-    save, source = config.checkpoint.save, config.checkpoint.pretrained_checkpoint
+    save = config.checkpoint.save
+    source = config.checkpoint.pretrained_checkpoint
     if save is None:
         return
     config_file = Path(config.logger.log_dir or save) / "run_config.yaml"

@@ -65,7 +65,8 @@ class GenerationSamples(Callback):
         self._prompts = prompts
         self._interval = interval
         self._max_new_tokens = max_new_tokens
-        self._template, self._media = chat_template, media
+        self._template = chat_template
+        self._media = media
         self._sampled_step: int | None = None
 
     @classmethod
@@ -74,7 +75,8 @@ class GenerationSamples(Callback):
         logger = config.logger
         if not logger.sample_prompts:
             return []
-        data, settings = config.dataset, (logger.sample_interval, logger.sample_max_new_tokens)
+        data = config.dataset
+        settings = (logger.sample_interval, logger.sample_max_new_tokens)
         template = template_text(getattr(data, "chat_template", None))
         media = data.media_rules() if isinstance(data, RecordDatasetConfig) else None
         return [cls(logger.sample_prompts, *settings, template, media)]

@@ -63,7 +63,8 @@ def resolve[ConfigT: RunConfig](
         origins: Where the values of ``config`` came from; None means a script.
         count_rows: Counts the rows of an epoch, if ``train.num_epochs`` is set; None leaves ``train_iters``.
     """
-    copied, findings = copy_config(config), Findings(hardware, count_rows)
+    copied = copy_config(config)
+    findings = Findings(hardware, count_rows)
     findings.problems += list(use_local_folders(copied))
     before = leaf_values(copied)
     _derive(copied, world_size, findings)

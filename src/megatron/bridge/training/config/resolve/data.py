@@ -126,7 +126,8 @@ def _balance_rows(config: RunConfig, parts: Sequence[RecordDatasetConfig]) -> li
 
 
 def _vary_lengths(config: RunConfig) -> list[str]:
-    model, distill = config.model, config.distill
+    model = config.model
+    distill = config.distill
     if model.pipeline_model_parallel_size == 1 or model.variable_seq_lengths:
         return []
     if getattr(config.dataset, "padding_free", False):

@@ -11,7 +11,9 @@ from megatron.bridge.training.config.run_config import RunConfig
 
 def derive_sharding(config: RunConfig, world_size: int, findings: Findings) -> None:
     """Choose the distributed optimizer and the strategy of Megatron-FSDP."""
-    optimizer, ddp, name = config.optimizer, config.ddp, "use_distributed_optimizer"
+    optimizer = config.optimizer
+    ddp = config.ddp
+    name = "use_distributed_optimizer"
     chosen = _uses_distributed_optimizer(config, world_size)
     findings.agree(ddp, "ddp", name, chosen, f"optimizer.{name}")
     findings.agree(optimizer, "optimizer", name, chosen, f"ddp.{name}")
@@ -85,7 +87,8 @@ def _switches(
     config: RunConfig, overlap: CommOverlapConfig, world_size: int
 ) -> list[tuple[Any, str, bool]]:
     """Where each switch is, its name there and in the block, and what follows from the layout."""
-    model, ddp = config.model, config.ddp
+    model = config.model
+    ddp = config.ddp
     replicas = config.data_parallel_size(world_size) * model.context_parallel_size
     virtual = (
         model.pipeline_model_parallel_size > 1
@@ -123,7 +126,8 @@ def overlap_interleaved_messages(config: RunConfig, findings: Findings) -> None:
     model = config.model
     virtual = (model.virtual_pipeline_model_parallel_size or 1) > 1
     if virtual and model.pipeline_model_parallel_size == 2 and not model.overlap_p2p_comm:
-        model.overlap_p2p_comm, model.batch_p2p_comm = True, False
+        model.overlap_p2p_comm = True
+        model.batch_p2p_comm = False
         findings.notes.append(
             "model.overlap_p2p_comm=True and model.batch_p2p_comm=False are used: batched messages between two "
             "pipeline stages with virtual stages arrive in the wrong order"

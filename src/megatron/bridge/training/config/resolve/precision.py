@@ -85,7 +85,8 @@ def _chosen(config: RunConfig) -> MixedPrecisionConfig:
 def _set_on_model(config: RunConfig, precision: MixedPrecisionConfig, findings: Findings) -> None:
     model = config.model
     for name in ("bf16", "fp16", *MODEL_FIELDS):
-        before, after = getattr(model, name), getattr(precision, name)
+        before = getattr(model, name)
+        after = getattr(precision, name)
         if before and not after:
             findings.notes.append(
                 f"model.{name}={before} is overridden by mixed_precision, which sets {after}"

@@ -35,13 +35,15 @@ def derive_length(config: RunConfig, findings: Findings) -> None:
 
 def _count_epochs(config: RunConfig, findings: Findings) -> None:
     train = config.train
-    key, before = f"train.num_epochs={train.num_epochs:g}", f"train.train_iters={train.train_iters}"
+    key = f"train.num_epochs={train.num_epochs:g}"
+    before = f"train.train_iters={train.train_iters}"
     if findings.count_rows is None:
         findings.notes.append(
             f"{key} replaces {before} when the run has counted the rows of its data"
         )
         return
-    rows, batch = findings.count_rows(config), train.global_batch_size
+    rows = findings.count_rows(config)
+    batch = train.global_batch_size
     # exact, because 1.1 * 10 is more than 11 in floating point
     steps = math.ceil(Fraction(str(train.num_epochs)) * rows / batch)
     overridden = "" if train.train_iters in (0, steps) else f"; {before} is overridden"
@@ -53,8 +55,10 @@ def _count_epochs(config: RunConfig, findings: Findings) -> None:
 
 def derive_schedule(config: RunConfig, findings: Findings) -> None:
     """Let the decay end with the run, and the weight decay stay as it is."""
-    scheduler, optimizer = config.scheduler, config.optimizer
-    steps, warmup = config.train.train_iters, scheduler.lr_warmup_iters
+    scheduler = config.scheduler
+    optimizer = config.optimizer
+    steps = config.train.train_iters
+    warmup = scheduler.lr_warmup_iters
     if scheduler.lr_decay_iters is None and scheduler.lr_decay_samples is None:
         # a short trial of a long recipe stays within its warm-up
         scheduler.lr_decay_iters = max(steps, warmup + 1)

@@ -37,11 +37,9 @@ def mechanism_is_the_only_one(config: RunConfig, world_size: int) -> Iterator[st
 
 def finetune_saves_to_another_folder(config: RunConfig, world_size: int) -> Iterator[str]:
     """A run resumes from its own folder, at the saved step."""
-    finetune, load, save = (
-        config.checkpoint.finetune,
-        config.checkpoint.load,
-        config.checkpoint.save,
-    )
+    finetune = config.checkpoint.finetune
+    load = config.checkpoint.load
+    save = config.checkpoint.save
     if finetune and load and save and Path(load) == Path(save):
         yield (
             f"checkpoint.finetune=True with checkpoint.load={load}, which is checkpoint.save, too: a run resumes "

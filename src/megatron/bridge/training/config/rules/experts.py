@@ -14,7 +14,8 @@ _COUNT = "model.num_moe_experts"
 def expert_ranks_fill_the_world(config: RunConfig, world_size: int) -> Iterator[str]:
     """Experts are distributed over the ranks of a pipeline stage, independently of the dense layers."""
     model = config.model
-    cut, ranks = model.expert_tensor_ranks, expert_ranks(config)
+    cut = model.expert_tensor_ranks
+    ranks = expert_ranks(config)
     if model.num_moe_experts and world_size % ranks:
         yield (
             f"model.expert_model_parallel_size={model.expert_model_parallel_size} x expert_tensor_parallel_size="
@@ -47,7 +48,8 @@ def expert_tensor_ranks_divide_experts(config: RunConfig, world_size: int) -> It
 
 def tp_divides_shared_experts(config: RunConfig, world_size: int) -> Iterator[str]:
     """Shared experts are split like dense layers."""
-    model, name = config.model, "moe_shared_expert_intermediate_size"
+    model = config.model
+    name = "moe_shared_expert_intermediate_size"
     if model.num_moe_experts and (width := model.moe_shared_expert_intermediate_size):
         ranks = model.tensor_model_parallel_size
         yield from indivisible("model.tensor_model_parallel_size", ranks, f"model.{name}", width)
@@ -55,7 +57,8 @@ def tp_divides_shared_experts(config: RunConfig, world_size: int) -> Iterator[st
 
 def topk_fits_num_experts(config: RunConfig, world_size: int) -> Iterator[str]:
     """A token cannot choose more experts than there are."""
-    experts, chosen = config.model.num_moe_experts, config.model.moe_router_topk
+    experts = config.model.num_moe_experts
+    chosen = config.model.moe_router_topk
     if experts and not 1 <= chosen <= experts:
         yield f"model.moe_router_topk={chosen} must lie between 1 and {_COUNT}={experts}"
 
@@ -63,11 +66,9 @@ def topk_fits_num_experts(config: RunConfig, world_size: int) -> Iterator[str]:
 def expert_groups_are_even(config: RunConfig, world_size: int) -> Iterator[str]:
     """Group-limited routing needs groups of equal size."""
     model = config.model
-    experts, groups, chosen = (
-        model.num_moe_experts,
-        model.moe_router_num_groups,
-        model.moe_router_group_topk,
-    )
+    experts = model.num_moe_experts
+    groups = model.moe_router_num_groups
+    chosen = model.moe_router_group_topk
     if experts and groups:
         yield from indivisible("model.moe_router_num_groups", groups, _COUNT, experts)
         if chosen is not None and not 1 <= chosen <= groups:

@@ -50,7 +50,8 @@ def sizes_are_positive(config: RunConfig, world_size: int) -> Iterator[str]:
 def world_size_fits_layout(config: RunConfig, world_size: int) -> Iterator[str]:
     """The processes hold whole replicas of the model."""
     model = config.model
-    tensor, context = model.tensor_model_parallel_size, model.context_parallel_size
+    tensor = model.tensor_model_parallel_size
+    context = model.context_parallel_size
     stages = model.pipeline_model_parallel_size
     ranks = tensor * stages * context
     if ranks > 0 and world_size % ranks:
@@ -69,14 +70,16 @@ def groups_divide_heads(config: RunConfig, world_size: int) -> Iterator[str]:
 
 def tp_divides_heads(config: RunConfig, world_size: int) -> Iterator[str]:
     """Each tensor-parallel rank gets whole heads."""
-    size, heads = config.model.tensor_model_parallel_size, config.model.padded_heads[0]
+    size = config.model.tensor_model_parallel_size
+    heads = config.model.padded_heads[0]
     padded = f", or pad the heads with model.make_query_groups_divisible_by={size}"
     yield from indivisible(_TENSOR, size, "model.num_attention_heads", heads, padded)
 
 
 def tp_fits_query_groups(config: RunConfig, world_size: int) -> Iterator[str]:
     """Each rank holds whole query groups, or several ranks share one."""
-    tp, groups = config.model.tensor_model_parallel_size, config.model.padded_heads[1]
+    tp = config.model.tensor_model_parallel_size
+    groups = config.model.padded_heads[1]
     if groups % tp and tp % groups:
         legal = [
             size for size in range(1, 2 * groups + 1) if groups % size == 0 or size % groups == 0
@@ -98,7 +101,8 @@ def tp_divides_ffn(config: RunConfig, world_size: int) -> Iterator[str]:
 
 def tp_divides_vocabulary(config: RunConfig, world_size: int) -> Iterator[str]:
     """The embedding is split into equal parts."""
-    model, size = config.model, config.model.tensor_model_parallel_size
+    model = config.model
+    size = config.model.tensor_model_parallel_size
     if model.vocab_size is not None and model.padded_vocab_size % size:
         yield (
             f"{_TENSOR}={size} does not divide the vocabulary of {model.padded_vocab_size}: set "
@@ -108,7 +112,8 @@ def tp_divides_vocabulary(config: RunConfig, world_size: int) -> Iterator[str]:
 
 def sp_divides_sequence(config: RunConfig, world_size: int) -> Iterator[str]:
     """Each rank holds an equal part of the sequence."""
-    model, length = config.model, config.dataset.seq_length
+    model = config.model
+    length = config.dataset.seq_length
     parts = model.tensor_model_parallel_size * model.context_parallel_size
     if model.sequence_parallel and length % parts:
         yield (
@@ -119,14 +124,13 @@ def sp_divides_sequence(config: RunConfig, world_size: int) -> Iterator[str]:
 
 def pp_divides_layers(config: RunConfig, world_size: int) -> Iterator[str]:
     """Pipeline stages are equal unless their sizes are set."""
-    model, virtual = config.model, config.model.virtual_pipeline_model_parallel_size
+    model = config.model
+    virtual = config.model.virtual_pipeline_model_parallel_size
     key = "model.pipeline_model_parallel_size" + (
         " x virtual_pipeline_model_parallel_size" if virtual else ""
     )
-    stages, ends = (
-        model.pipeline_model_parallel_size * (virtual or 1),
-        "the sizes of the first and last stage",
-    )
+    stages = model.pipeline_model_parallel_size * (virtual or 1)
+    ends = "the sizes of the first and last stage"
     if not (given(model, SPLIT) or getattr(model, "has_own_stages", False)):
         yield from indivisible(
             key, stages, "model.num_layers", model.num_layers, f", or give {ends}"
@@ -135,7 +139,8 @@ def pp_divides_layers(config: RunConfig, world_size: int) -> Iterator[str]:
 
 def vp_fits_microbatches(config: RunConfig, world_size: int) -> Iterator[str]:
     """The interleaved schedule works on groups of microbatches, one per stage."""
-    model, batch = config.model, config.train.global_batch_size
+    model = config.model
+    batch = config.train.global_batch_size
     count, rest = divmod(
         batch, config.train.micro_batch_size * config.data_parallel_size(world_size)
     )
@@ -153,7 +158,8 @@ def vp_fits_microbatches(config: RunConfig, world_size: int) -> Iterator[str]:
 
 def cp_divides_sequence(config: RunConfig, world_size: int) -> Iterator[str]:
     """Each context-parallel rank holds one early and one late chunk, so that causal work is balanced."""
-    size, length = config.model.context_parallel_size, config.dataset.seq_length
+    size = config.model.context_parallel_size
+    length = config.dataset.seq_length
     if size > 1 and length % (2 * size):
         yield (
             f"dataset.seq_length={length} is not a multiple of 2 x model.context_parallel_size = {2 * size}: use "
@@ -163,7 +169,8 @@ def cp_divides_sequence(config: RunConfig, world_size: int) -> Iterator[str]:
 
 def cp_a2a_divides_heads(config: RunConfig, world_size: int) -> Iterator[str]:
     """All-to-all context parallelism exchanges sequence for heads."""
-    tp, cp = config.model.tensor_model_parallel_size, config.model.context_parallel_size
+    tp = config.model.tensor_model_parallel_size
+    cp = config.model.context_parallel_size
     if cp == 1 or "a2a" not in _cp_kinds(config):
         return
     heads, groups = (max(count // tp, 1) for count in config.model.padded_heads)
@@ -186,11 +193,10 @@ def cp_comm_type_is_available(config: RunConfig, world_size: int) -> Iterator[st
 
 def hierarchical_cp_has_two_levels(config: RunConfig, world_size: int) -> Iterator[str]:
     """Transformer Engine exchanges heads within the first level and passes keys and values around in the second."""
-    model, size = config.model, config.model.context_parallel_size
-    sizes, key = (
-        model.hierarchical_context_parallel_sizes,
-        "model.hierarchical_context_parallel_sizes",
-    )
+    model = config.model
+    size = config.model.context_parallel_size
+    sizes = model.hierarchical_context_parallel_sizes
+    key = "model.hierarchical_context_parallel_sizes"
     asked = size > 1 and "a2a+p2p" in _cp_kinds(config)
     if not sizes and not asked:
         return
@@ -216,7 +222,8 @@ def cp_with_masks_needs_per_token_loss(config: RunConfig, world_size: int) -> It
 
 def ep_divides_experts(config: RunConfig, world_size: int) -> Iterator[str]:
     """Each expert-parallel rank gets whole experts."""
-    size, experts = config.model.expert_model_parallel_size, config.model.num_moe_experts
+    size = config.model.expert_model_parallel_size
+    experts = config.model.num_moe_experts
     if experts:
         yield from indivisible(
             "model.expert_model_parallel_size", size, "model.num_moe_experts", experts
@@ -238,7 +245,8 @@ def tp_with_experts_needs_sp(config: RunConfig, world_size: int) -> Iterator[str
 
 def replicas_divide_batch(config: RunConfig, world_size: int) -> Iterator[str]:
     """A global batch is a whole number of microbatches on every replica."""
-    micro, batch = config.train.micro_batch_size, config.train.global_batch_size
+    micro = config.train.micro_batch_size
+    batch = config.train.global_batch_size
     replicas = config.data_parallel_size(world_size)
     if batch % (micro * replicas):
         smaller = (

@@ -36,7 +36,8 @@ def heads_divide_width(config: RunConfig, world_size: int) -> Iterator[str]:
     """Heads divide the hidden size, unless ``kv_channels`` sets their size."""
     model = config.model
     if model.kv_channels is None and not model.multi_latent_attention:
-        heads, also = model.unpadded_heads[0], ", or set model.kv_channels"
+        heads = model.unpadded_heads[0]
+        also = ", or set model.kv_channels"
         yield from indivisible(
             "model.num_attention_heads", heads, "model.hidden_size", model.hidden_size, also
         )
@@ -50,10 +51,8 @@ def rotary_width_is_even(config: RunConfig, world_size: int) -> Iterator[str]:
         or model.multi_latent_attention
     ):
         return
-    head, percent = (
-        model.kv_channels or model.hidden_size // model.unpadded_heads[0],
-        model.rotary_percent,
-    )
+    head = model.kv_channels or model.hidden_size // model.unpadded_heads[0]
+    percent = model.rotary_percent
     turned = int(head * percent)
     if turned % 2:
         yield (
@@ -73,7 +72,8 @@ def exact_gelu_is_not_fused(config: RunConfig, world_size: int) -> Iterator[str]
 
 def sequence_fits_model(config: RunConfig, world_size: int) -> Iterator[str]:
     """The model has no trained positions beyond its sequence length."""
-    length, limit = config.dataset.seq_length, config.model.seq_length
+    length = config.dataset.seq_length
+    limit = config.model.seq_length
     if length > limit:
         yield (
             f"dataset.seq_length={length} is longer than model.seq_length={limit}: lower it to {limit}, or raise "
@@ -122,7 +122,8 @@ def energon_readers_fit_batch(config: RunConfig, world_size: int) -> Iterator[st
     """Each step reads the same number of samples from every reader, under any layout."""
     if not isinstance(config.dataset, EnergonProvider) or config.dataset.readers is None:
         return
-    readers, batch = config.dataset.readers, config.train.global_batch_size
+    readers = config.dataset.readers
+    batch = config.train.global_batch_size
     ranks = config.data_parallel_size(world_size)
     if readers < 1 or readers % ranks or batch % readers:
         yield (

@@ -65,7 +65,8 @@ def peft_settings_are_valid(config: RunConfig, world_size: int) -> Iterator[str]
 
 def distill_settings_are_valid(config: RunConfig, world_size: int) -> Iterator[str]:
     """The tokens and the layers that are compared exist."""
-    distill, layers = config.distill, config.model.num_layers
+    distill = config.distill
+    layers = config.model.num_layers
     if distill is None:
         return
     vocabulary = config.model.vocab_size or float("inf")
@@ -97,7 +98,8 @@ def labeled_answers_go_with_kto(config: RunConfig, world_size: int) -> Iterator[
     if labeled is not None and labeled != kto:
         loss_types = "kto" if labeled else "sigmoid, ipo or hinge"
         yield f"dataset.labeled={labeled} goes with dpo.loss_type {loss_types}: leave dataset.labeled unset"
-    micro, replicas = config.train.micro_batch_size, config.data_parallel_size(world_size)
+    micro = config.train.micro_batch_size
+    replicas = config.data_parallel_size(world_size)
     if kto and micro * replicas < 2:
         yield (
             f"train.micro_batch_size={micro} with data parallel size {replicas} and dpo.loss_type=kto: one answer "

@@ -29,7 +29,8 @@ def optimizer_is_known(config: RunConfig, world_size: int) -> Iterator[str]:
 
 def muon_fits_tensor_parallelism(config: RunConfig, world_size: int) -> Iterator[str]:
     """Muon needs whole matrices, which it gathers over tensor-parallel ranks but not over expert ones."""
-    mode, size = config.optimizer.muon_tp_mode, config.model.expert_tensor_ranks
+    mode = config.optimizer.muon_tp_mode
+    size = config.model.expert_tensor_ranks
     if config.optimizer.optimizer != "muon":
         return
     if config.model.num_moe_experts and size > 1:

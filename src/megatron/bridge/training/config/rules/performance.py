@@ -18,7 +18,8 @@ def expert_overlap_keeps_experts(config: RunConfig, world_size: int) -> Iterator
 
 def delayed_wgrad_is_set_for_both(config: RunConfig, world_size: int) -> Iterator[str]:
     """The model delays its weight gradients, and the buckets wait for them."""
-    model, ddp = config.model, config.ddp
+    model = config.model
+    ddp = config.ddp
     if model.delay_wgrad_compute != ddp.delay_wgrad_compute:
         yield (
             f"model.delay_wgrad_compute={model.delay_wgrad_compute} and ddp.delay_wgrad_compute="
@@ -28,7 +29,8 @@ def delayed_wgrad_is_set_for_both(config: RunConfig, world_size: int) -> Iterato
 
 def offloaded_layers_exist(config: RunConfig, world_size: int) -> Iterator[str]:
     """Whole layers are offloaded, and the last one is needed at once."""
-    count, limit = config.model.cpu_offloading_num_layers, config.model.num_layers - 1
+    count = config.model.cpu_offloading_num_layers
+    limit = config.model.num_layers - 1
     if config.model.cpu_offloading and not 0 <= count <= limit:
         yield f"model.cpu_offloading_num_layers={count} with model.cpu_offloading=True: must lie between 0 and {limit}"
 
@@ -121,11 +123,9 @@ def profiling_has_tool_steps_and_ranks(config: RunConfig, world_size: int) -> It
     profiling = config.profiling
     if profiling is None:
         return
-    first, last, steps = (
-        profiling.profile_step_start,
-        profiling.profile_step_end,
-        config.train.train_iters,
-    )
+    first = profiling.profile_step_start
+    last = profiling.profile_step_end
+    steps = config.train.train_iters
     if not any(getattr(profiling, tool) for tool in TOOLS):
         yield f"profiling is set, but nothing is profiled: set one of {', '.join(TOOLS)}, or unset profiling"
     if not 0 <= first < last:

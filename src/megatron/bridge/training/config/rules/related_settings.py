@@ -392,7 +392,8 @@ def settings_do_not_exclude_each_other(config: RunConfig, world_size: int) -> It
         # a fraction or a number of samples counts as given even if it is 0
         is_first_given = first_value is not None and first_value is not False
         if is_first_given and value_of(config, row.second):
-            first, second = _shown(config, row.first), _shown(config, row.second)
+            first = _shown(config, row.first)
+            second = _shown(config, row.second)
             yield f"{first} and {second} exclude each other: {row.remedy}"
 
 

@@ -11,7 +11,8 @@ from megatron.bridge.training.config.run_config import RunConfig
 
 def rampup_reaches_global_batch_size(config: RunConfig, world_size: int) -> Iterator[str]:
     """The batch size reaches ``global_batch_size`` in whole increments of at least one sample each."""
-    ramp, full = config.train.rampup_batch_size, config.train.global_batch_size
+    ramp = config.train.rampup_batch_size
+    full = config.train.global_batch_size
     if ramp is None:
         return
     key = f"train.rampup_batch_size={ramp}"
@@ -51,7 +52,8 @@ def epochs_can_be_counted(config: RunConfig, world_size: int) -> Iterator[str]:
 
 def rampup_fits_data_parallel_size(config: RunConfig, world_size: int) -> Iterator[str]:
     """Megatron-Core would check a batch size only when it is reached, hours into a run."""
-    ramp, micro = config.train.rampup_batch_size, config.train.micro_batch_size
+    ramp = config.train.rampup_batch_size
+    micro = config.train.micro_batch_size
     replicas = config.data_parallel_size(world_size)
     wrong = [size for _, size in stages(config.train) if size % (micro * replicas)]
     if ramp is not None and wrong:
@@ -64,7 +66,8 @@ def rampup_fits_data_parallel_size(config: RunConfig, world_size: int) -> Iterat
 
 def rampup_fits_virtual_stages(config: RunConfig, world_size: int) -> Iterator[str]:
     """The interleaved schedule needs whole groups of microbatches in every step."""
-    model, train = config.model, config.train
+    model = config.model
+    train = config.train
     unit = train.micro_batch_size * config.data_parallel_size(world_size)
     group = model.microbatch_group_size_per_vp_stage or model.pipeline_model_parallel_size
     if train.rampup_batch_size is None or not model.virtual_pipeline_model_parallel_size:
@@ -85,7 +88,8 @@ def rampup_fits_virtual_stages(config: RunConfig, world_size: int) -> Iterator[s
 
 def learning_rates_are_ordered(config: RunConfig, world_size: int) -> Iterator[str]:
     """The learning rate rises from the warmup start to the peak and falls to the minimum."""
-    peak, end = config.optimizer.lr, config.optimizer.min_lr
+    peak = config.optimizer.lr
+    end = config.optimizer.min_lr
     if peak is None or peak <= 0:
         yield f"optimizer.lr={peak}: set a learning rate above 0, for example 3.0e-4"
         return
@@ -97,7 +101,8 @@ def learning_rates_are_ordered(config: RunConfig, world_size: int) -> Iterator[s
 
 def warmup_ends_before_decay(config: RunConfig, world_size: int) -> Iterator[str]:
     """Warmup ends before the schedule does."""
-    scheduler, length = config.scheduler, lengths(config)
+    scheduler = config.scheduler
+    length = lengths(config)
     fraction = scheduler.lr_warmup_fraction
     if fraction is not None and not 0 <= fraction < 1:
         yield f"scheduler.lr_warmup_fraction={fraction}: must lie in [0, 1)"
@@ -118,7 +123,9 @@ def warmup_ends_before_decay(config: RunConfig, world_size: int) -> Iterator[str
 
 def learning_rate_lasts(config: RunConfig, world_size: int) -> Iterator[str]:
     """Steps with a learning rate of 0 change nothing, for example those by which a finished run is made longer."""
-    optimizer, scheduler, length = config.optimizer, config.scheduler, lengths(config)
+    optimizer = config.optimizer
+    scheduler = config.scheduler
+    length = lengths(config)
     ends = (
         scheduler.lr_decay_style != "constant" and not optimizer.min_lr and not optimizer.overrides
     )
@@ -134,7 +141,8 @@ def learning_rate_lasts(config: RunConfig, world_size: int) -> Iterator[str]:
 
 def wsd_has_a_decay(config: RunConfig, world_size: int) -> Iterator[str]:
     """The WSD schedule needs the length of its final decay, which must fit behind the warmup."""
-    scheduler, length = config.scheduler, lengths(config)
+    scheduler = config.scheduler
+    length = lengths(config)
     available = length.decay - length.warmup
     if scheduler.lr_decay_style == "WSD" and not 1 <= length.wsd_decay <= available:
         in_samples = scheduler.lr_wsd_decay_samples is not None
@@ -153,7 +161,8 @@ def overrides_are_valid(config: RunConfig, world_size: int) -> Iterator[str]:
 
 
 def _entry_problems(entry: ParameterOverride) -> Iterator[str]:
-    key, values = f"optimizer.overrides for {', '.join(entry.params)}", entry.values()
+    key = f"optimizer.overrides for {', '.join(entry.params)}"
+    values = entry.values()
     if not entry.params:
         yield "optimizer.overrides has an entry without params: give patterns of the parameters that it is for"
     elif not values:
@@ -172,8 +181,10 @@ def _entry_problems(entry: ParameterOverride) -> Iterator[str]:
 
 def overrides_are_ordered(config: RunConfig, world_size: int) -> Iterator[str]:
     """The learning rate of each group rises to its peak and falls to its minimum."""
-    optimizer, start = config.optimizer, config.scheduler.lr_warmup_init
-    lr, min_lr = optimizer.lr or 0.0, optimizer.min_lr or 0.0
+    optimizer = config.optimizer
+    start = config.scheduler.lr_warmup_init
+    lr = optimizer.lr or 0.0
+    min_lr = optimizer.min_lr or 0.0
     groups = {
         f"optimizer.overrides for {', '.join(e.params)}": e.rates(lr, min_lr)
         for e in optimizer.overrides
@@ -192,7 +203,8 @@ def overrides_are_ordered(config: RunConfig, world_size: int) -> Iterator[str]:
 def weight_decay_grows(config: RunConfig, world_size: int) -> Iterator[str]:
     """Megatron-Core only increases the weight decay."""
     scheduler = config.scheduler
-    start, end = scheduler.start_weight_decay or 0.0, scheduler.end_weight_decay or 0.0
+    start = scheduler.start_weight_decay or 0.0
+    end = scheduler.end_weight_decay or 0.0
     if not 0 <= start <= end:
         yield f"scheduler.start_weight_decay={start} must lie between 0 and end_weight_decay={end}"
     elif start != end and scheduler.weight_decay_incr_style == "constant":

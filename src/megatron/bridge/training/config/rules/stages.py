@@ -40,7 +40,8 @@ def stage_sizes_are_given_once(config: RunConfig, world_size: int) -> Iterator[s
 def middle_stages_are_even(config: RunConfig, world_size: int) -> Iterator[str]:
     """The stages in the middle are equal, and split evenly into virtual stages."""
     model = config.model
-    chosen, chunks = given(model, _ENDS), model.virtual_pipeline_model_parallel_size or 1
+    chosen = given(model, _ENDS)
+    chunks = model.virtual_pipeline_model_parallel_size or 1
     if not chosen or model.pipeline_model_parallel_size == 1:
         return
     unit = (
@@ -52,10 +53,8 @@ def middle_stages_are_even(config: RunConfig, world_size: int) -> Iterator[str]:
     if wrong:
         yield f"{' and '.join(wrong)}: a stage has {unit} layers"
         return
-    left, stages = (
-        model.num_layers - sum(chosen.values()),
-        model.pipeline_model_parallel_size - len(chosen),
-    )
+    left = model.num_layers - sum(chosen.values())
+    stages = model.pipeline_model_parallel_size - len(chosen)
     if left != 0 if stages == 0 else left <= 0 or left % (stages * chunks):
         cut = f" x {chunks} virtual ones" if chunks > 1 else ""
         rule = f"a multiple of {stages * chunks}" if stages else "0"
@@ -68,11 +67,10 @@ def middle_stages_are_even(config: RunConfig, world_size: int) -> Iterator[str]:
 def accounted_layers_divide_stages(config: RunConfig, world_size: int) -> Iterator[str]:
     """With the embedding or the loss counted as a layer, stages are equal."""
     model = config.model
-    chosen, virtual = given(model, _COUNTED), model.virtual_pipeline_model_parallel_size
-    stages, layers = (
-        model.pipeline_model_parallel_size * (virtual or 1),
-        model.num_layers + len(chosen),
-    )
+    chosen = given(model, _COUNTED)
+    virtual = model.virtual_pipeline_model_parallel_size
+    stages = model.pipeline_model_parallel_size * (virtual or 1)
+    layers = model.num_layers + len(chosen)
     if chosen and layers % stages:
         below = layers // stages * stages - len(chosen)
         nearest = " or ".join(str(count) for count in (below, below + stages) if count > 0)
@@ -108,10 +106,8 @@ def pipeline_layout_has_every_layer(config: RunConfig, world_size: int) -> Itera
 
 
 def _virtual_size(setting: str, stages: int, model: Any) -> Iterator[str]:
-    size, virtual = (
-        model.pipeline_model_parallel_size,
-        model.virtual_pipeline_model_parallel_size or 1,
-    )
+    size = model.pipeline_model_parallel_size
+    virtual = model.virtual_pipeline_model_parallel_size or 1
     if stages % size:
         yield f"{setting} has {stages} stages, no multiple of model.pipeline_model_parallel_size={size}"
     elif stages != size * virtual:
