@@ -78,7 +78,7 @@ def _widening_attention(kernel: Any) -> Callable[..., Any]:
 
 
 def _widening_into_out(kernel: Any, functional: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Return a kernel of the ``.out`` variant, which copies the result of ``functional``, already widened, into ``out``."""
+    """Return a kernel of the ``.out`` variant, which copies the result of ``functional`` into ``out``."""
 
     def compute_into(keys: Any, *args: Any, out: Tensor, **kwargs: Any) -> Tensor:
         if args[0].dtype is not torch.bfloat16:
@@ -90,7 +90,7 @@ def _widening_into_out(kernel: Any, functional: Callable[..., Tensor]) -> Callab
 
 
 def _widening_in_place(kernel: Any, functional: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Return a kernel of the in-place variant, which copies the result of ``functional``, already widened."""
+    """Return a kernel of the in-place variant, which copies the result of ``functional`` into its first tensor."""
 
     def compute_in_place(keys: Any, target: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         if target.dtype is not torch.bfloat16:
