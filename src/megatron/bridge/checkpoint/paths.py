@@ -198,21 +198,20 @@ def recover(root: str | Path) -> None:
 
 def write_tracker(root: str | Path, iteration: int) -> None:
     """Name ``iteration`` as the newest; its directory must have been published before."""
-    assert iteration_dir(root, iteration).is_dir(), (
-        f"iteration {iteration} is not published in {root}"
-    )
-    tracker = storage.local(root) / TRACKER
-    atomic.write_text(tracker, f"{iteration}\n")
-    if url_of(tracker) is not None:
-        bucket.push_beside(tracker.parent)
+    _name_iteration(root, iteration, TRACKER)
 
 
 def write_best(root: str | Path, iteration: int) -> None:
     """Name ``iteration`` as the one with the best evaluation; its directory must have been published before."""
+    _name_iteration(root, iteration, BEST)
+
+
+def _name_iteration(root: str | Path, iteration: int, file_name: str) -> None:
+    """Write ``iteration`` into a file of the run's folder, and into that of its bucket, if it has one."""
     assert iteration_dir(root, iteration).is_dir(), (
         f"iteration {iteration} is not published in {root}"
     )
-    file = storage.local(root) / BEST
+    file = storage.local(root) / file_name
     atomic.write_text(file, f"{iteration}\n")
     if url_of(file) is not None:
         bucket.push_beside(file.parent)

@@ -132,6 +132,19 @@ class AsciiJSONResponse(Response):
 
 def make_app(server: Server) -> FastAPI:
     """Create the application; ``server.client`` is set when the event loop runs."""
+    app = new_app(_FIELDS)
+    _add_facts(app, server)
+    _add_tokenizer(app, server)
+    _add_generation(app, server)
+    return app
+
+
+def new_app(fields: Mapping[str, Collection[str]]) -> FastAPI:
+    """Create an application without endpoints, whose answers and errors are those of OpenAI's API.
+
+    Args:
+        fields: Names of the fields of each endpoint's body, for suggestions.
+    """
     app = FastAPI(
         title="Megatron Bridge",
         version=VERSION,
@@ -139,10 +152,7 @@ def make_app(server: Server) -> FastAPI:
         redoc_url=None,
         default_response_class=AsciiJSONResponse,
     )
-    add_error_handlers(app, _FIELDS)
-    _add_facts(app, server)
-    _add_tokenizer(app, server)
-    _add_generation(app, server)
+    _add_error_handlers(app, fields)
     return app
 
 
@@ -166,14 +176,7 @@ def as_api_error(error: Exception) -> ApiError:
     return ApiError(500, "internal error: see the server's log")
 
 
-def add_error_handlers(app: FastAPI, fields: Mapping[str, Collection[str]]) -> None:
-    """Turn exceptions into OpenAI's error responses.
-
-    Args:
-        app: The application.
-        fields: Names of the fields of each endpoint's body, for suggestions.
-    """
-
+def _add_error_handlers(app: FastAPI, fields: Mapping[str, Collection[str]]) -> None:
     async def known(_: Request, error: Exception) -> Response:
         return _error_response(as_api_error(error))
 

@@ -17,15 +17,13 @@ from pydantic import Field, model_validator
 
 from megatron.bridge.inference.pooling import PoolingFacts, check_length
 from megatron.bridge.inference.server.app import (
-    AsciiJSONResponse,
-    add_error_handlers,
     add_state_endpoints,
     check_model_name,
+    new_app,
 )
 from megatron.bridge.inference.server.errors import ApiError
 from megatron.bridge.inference.server.schemas import Strict, Text
 from megatron.bridge.inference.workers import Workers
-from megatron.bridge.version import __version__ as VERSION
 
 MOST_TEXTS = 2048  # OpenAI's limit of /v1/embeddings
 type TokenIds = Annotated[list[int], Field(min_length=1)]
@@ -194,14 +192,7 @@ _FIELDS = {
 
 def make_pooling_app(server: PoolingServer) -> FastAPI:
     """Create the application."""
-    app = FastAPI(
-        title="Megatron Bridge",
-        version=VERSION,
-        docs_url=None,
-        redoc_url=None,
-        default_response_class=AsciiJSONResponse,
-    )
-    add_error_handlers(app, _FIELDS)
+    app = new_app(_FIELDS)
     card = {
         "id": server.name,
         "object": "model",
