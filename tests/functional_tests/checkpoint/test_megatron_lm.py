@@ -114,7 +114,8 @@ def _convert_on_first(root, target):
             str(target),
         ]
         environment = {"PATH": "", "OMP_NUM_THREADS": "1"}
-        subprocess.run(command, check=True, env=environment, capture_output=True)
+        done = subprocess.run(command, check=False, env=environment, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
     distributed.barrier()
     return target / "iter_0000000"
 

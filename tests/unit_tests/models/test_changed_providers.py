@@ -108,3 +108,14 @@ def test_a_refusal_names_the_setting(name, value):
     bridge = AutoBridge.from_hf_config(provider.hf_config)._bridge
     with pytest.raises(UserError, match=rf"LlamaForCausalLM cannot express {name}={value}"):
         bridge.changed_config(provider, provider.hf_config.to_dict())
+
+
+@pytest.mark.parametrize("name", ["kv_channels", "num_query_groups"])
+def test_a_size_that_is_left_open_is_the_one_that_follows(name):
+    """A declared provider may leave sizes to be derived; the config then says nothing else."""
+    provider, again = exported("llama_tied", name, None)
+    derived = {
+        "kv_channels": provider.hidden_size // provider.num_attention_heads,
+        "num_query_groups": provider.num_attention_heads,
+    }
+    assert getattr(again, name) in (None, derived[name])

@@ -11,7 +11,7 @@ from megatron.bridge.cli.support.options import (
     add_trust_checkpoint,
     add_trust_remote_code,
 )
-from megatron.bridge.cli.support.parser import Location, LocationPath, Parser
+from megatron.bridge.cli.support.parser import Parser, location, location_path
 from megatron.bridge.models.hf_pretrained import hub
 from megatron.bridge.utils.console import console
 from megatron.bridge.utils.errors import UserError
@@ -68,16 +68,16 @@ def _add_adapter_and_base(
 ) -> None:
     parser.add_argument(
         "--adapter",
-        type=LocationPath,
+        type=location_path,
         required=True,
         metavar="DIR",
         help="run, checkpoint or peft directory",
     )
     parser.add_argument(
-        "--hf-model", type=Location, required=base_required, metavar="ID", help=base
+        "--hf-model", type=location, required=base_required, metavar="ID", help=base
     )
     parser.add_argument(
-        "--hf-path", type=LocationPath, required=True, metavar="DIR", help="directory to create"
+        "--hf-path", type=location_path, required=True, metavar="DIR", help="directory to create"
     )
     add_trust_remote_code(parser)
     add_trust_checkpoint(parser)

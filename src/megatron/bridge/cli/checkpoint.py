@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from megatron.bridge.checkpoint import bucket, lock, manifest, paths
 from megatron.bridge.cli.support.options import add_trust_checkpoint
-from megatron.bridge.cli.support.parser import LocationPath, Parser
+from megatron.bridge.cli.support.parser import Parser, location_path
 from megatron.bridge.cli.support.text_format import folder_size, many, say, shape, size
 from megatron.bridge.utils import storage
 from megatron.bridge.utils.config import yaml_text
@@ -35,11 +35,11 @@ def add_arguments(parser: Parser) -> None:
 
     listing = commands.add_parser("list", help="list the checkpoints of a run, newest last")
     listing.set_defaults(run_subcommand=list_checkpoints)
-    listing.add_argument("path", type=LocationPath, help="run folder")
+    listing.add_argument("path", type=location_path, help="run folder")
 
     inspecting = commands.add_parser("inspect", help="show files, sizes and tensors")
     inspecting.set_defaults(run_subcommand=inspect_checkpoint)
-    inspecting.add_argument("path", type=LocationPath, help=one_checkpoint)
+    inspecting.add_argument("path", type=location_path, help=one_checkpoint)
     inspecting.add_argument(
         "--tensors",
         nargs="?",
@@ -53,7 +53,7 @@ def add_arguments(parser: Parser) -> None:
         "verify", help="compare every byte with what was saved; exit code 1 if any differs"
     )
     verifying.set_defaults(run_subcommand=verify_checkpoints)
-    verifying.add_argument("path", type=LocationPath, help=one_checkpoint)
+    verifying.add_argument("path", type=location_path, help=one_checkpoint)
     verifying.add_argument(
         "--fast",
         action="store_true",
@@ -69,8 +69,8 @@ def add_arguments(parser: Parser) -> None:
         "diff", help="compare two checkpoints; exit code 1 if they differ"
     )
     comparing.set_defaults(run_subcommand=compare_checkpoints)
-    comparing.add_argument("first", type=LocationPath, help=one_checkpoint)
-    comparing.add_argument("second", type=LocationPath, help=one_checkpoint)
+    comparing.add_argument("first", type=location_path, help=one_checkpoint)
+    comparing.add_argument("second", type=location_path, help=one_checkpoint)
     comparing.add_argument("--values", action="store_true", help="also compare the values")
     add_trust_checkpoint(comparing)
 
@@ -78,8 +78,8 @@ def add_arguments(parser: Parser) -> None:
         "convert", help="write foreign weights, such as Megatron-LM's, in this package's format"
     )
     converting.set_defaults(run_subcommand=convert_weights)
-    converting.add_argument("path", type=LocationPath, help=one_checkpoint)
-    converting.add_argument("target", type=LocationPath, help="folder to write to")
+    converting.add_argument("path", type=location_path, help=one_checkpoint)
+    converting.add_argument("target", type=location_path, help="folder to write to")
     converting.add_argument(
         "--run-config",
         type=Path,

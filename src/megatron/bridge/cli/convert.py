@@ -12,7 +12,7 @@ from megatron.bridge.cli.support.options import (
     add_no_progress,
     add_strip_prefix,
 )
-from megatron.bridge.cli.support.parser import LocationPath, Parser
+from megatron.bridge.cli.support.parser import Parser, location_path
 from megatron.bridge.models.hf_pretrained import hub
 from megatron.bridge.utils.console import console
 from megatron.bridge.utils.errors import UserError
@@ -36,7 +36,7 @@ def add_arguments(parser: Parser) -> None:
     add_no_adapter(parser)
     parser.add_argument(
         "--megatron-path",
-        type=LocationPath,
+        type=location_path,
         required=True,
         metavar="DIR",
         help="checkpoint directory to create",

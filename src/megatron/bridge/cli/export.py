@@ -15,7 +15,7 @@ from megatron.bridge.cli.support.options import (
     add_strip_prefix,
     add_trust_checkpoint,
 )
-from megatron.bridge.cli.support.parser import LocationPath, Parser
+from megatron.bridge.cli.support.parser import Parser, location_path
 from megatron.bridge.utils.errors import UserError
 
 if TYPE_CHECKING:
@@ -58,14 +58,14 @@ def add_arguments(parser: Parser) -> None:
     add_trust_checkpoint(parser)
     parser.add_argument(
         "--megatron-path",
-        type=LocationPath,
+        type=location_path,
         required=True,
         metavar="DIR",
         help="checkpoint directory, or one iteration in it",
     )
     parser.add_argument(
         "--hf-path",
-        type=LocationPath,
+        type=location_path,
         required=True,
         metavar="DIR",
         help="model directory to create",

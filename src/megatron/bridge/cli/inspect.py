@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from megatron.bridge.checkpoint import paths
 from megatron.bridge.cli.support import text_format
 from megatron.bridge.cli.support.options import add_trust_checkpoint
-from megatron.bridge.cli.support.parser import POSITIONAL, LocationPath, Parser
+from megatron.bridge.cli.support.parser import POSITIONAL, Parser, location_path
 from megatron.bridge.utils.errors import UserError, first_few
 
 if TYPE_CHECKING:
@@ -33,7 +33,7 @@ def add_arguments(parser: Parser) -> None:
     parser.description = DESCRIPTION
     parser.add_hidden_names({"--hf-model": POSITIONAL, "--megatron-path": POSITIONAL})
     parser.add_argument(
-        "path", type=LocationPath, metavar="DIR", help="Hugging Face model, or Megatron checkpoint"
+        "path", type=location_path, metavar="DIR", help="Hugging Face model, or Megatron checkpoint"
     )
     parser.add_argument("--tensors", action="store_true", help="list every tensor")
     parser.add_argument("--json", action="store_true", help="print JSON")

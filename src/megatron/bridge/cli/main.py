@@ -11,14 +11,14 @@ import argparse
 import importlib
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 from megatron.bridge.cli.support.exit_code import exit_code, refuse_other_distribution
 from megatron.bridge.cli.support.output_files import check_outputs
-from megatron.bridge.cli.support.parser import Location, LocationPath, Parser
+from megatron.bridge.cli.support.parser import Parser, location_options
 from megatron.bridge.utils.errors import UserError, did_you_mean
 from megatron.bridge.utils.startup import announce_slow_imports, skip_gc_at_exit
 from megatron.bridge.utils.storage_paths import split
@@ -76,7 +76,7 @@ def _run(arguments: list[str]) -> int:
         parser.print_help()
         return 2
     announce_slow_imports()
-    _use_local_folders(args)
+    _use_local_folders(args, location_options(command_parsers[name]))
     check_outputs(str(name), args)
     if not getattr(args, "trust_checkpoint", False):
         return module.run(args)
@@ -86,15 +86,20 @@ def _run(arguments: list[str]) -> int:
         return module.run(args)
 
 
-def _use_local_folders(args: argparse.Namespace) -> None:
-    """Replace URLs of object storage in the arguments, and refuse those that are not read or written there."""
+def _use_local_folders(args: argparse.Namespace, locations: Collection[str]) -> None:
+    """Replace URLs of object storage in the arguments.
+
+    Args:
+        args: The arguments, which change in place.
+        locations: Names of the options that take URLs; those in other options are refused.
+    """
     for name, value in vars(args).items():
         url_parts = split(value) if isinstance(value, (str, Path)) else None
         if url_parts is None:
             continue
         from megatron.bridge.utils import storage
 
-        if isinstance(value, (Location, LocationPath)):
+        if name in locations:
             setattr(args, name, type(value)(storage.local("://".join(url_parts))))
         elif storage.is_url(value):
             raise UserError(f"{name}={value} cannot be a URL: give a local path")

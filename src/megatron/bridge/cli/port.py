@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron.bridge.cli.support.output_files import OutputFile
-from megatron.bridge.cli.support.parser import POSITIONAL, Location, Parser
+from megatron.bridge.cli.support.parser import POSITIONAL, Parser, location
 from megatron.bridge.cli.support.text_format import say
 from megatron.bridge.models.hf_pretrained import hub
 from megatron.bridge.utils.errors import UserError, first_problems
@@ -29,7 +29,7 @@ def add_arguments(parser: Parser) -> None:
     parser.add_hidden_names({"--hf-model": POSITIONAL})
     parser.add_argument(
         "model",
-        type=Location,
+        type=location,
         metavar="MODEL_OR_CONFIG",
         help="model directory, hub id, or a config.json",
     )

@@ -16,7 +16,7 @@ from megatron.bridge.cli.support.options import (
     add_trust_checkpoint,
 )
 from megatron.bridge.cli.support.output_files import JsonFile
-from megatron.bridge.cli.support.parser import Location, LocationPath, Parser
+from megatron.bridge.cli.support.parser import Parser, location, location_path
 from megatron.bridge.models.hf_pretrained import hub
 from megatron.bridge.utils.console import console, track
 from megatron.bridge.utils.errors import UserError
@@ -48,10 +48,10 @@ class CertificateFile(JsonFile):
 def add_arguments(parser: Parser) -> None:
     parser.description = DESCRIPTION
     parser.epilog = EXAMPLES
-    parser.add_argument("--hf-model", type=Location, metavar="ID", help="model directory or hub id")
+    parser.add_argument("--hf-model", type=location, metavar="ID", help="model directory or hub id")
     parser.add_argument(
         "--megatron-path",
-        type=LocationPath,
+        type=location_path,
         metavar="DIR",
         help="checkpoint directory, or one iteration in it",
     )

@@ -10,10 +10,10 @@ from pathlib import Path
 
 from megatron.bridge.cli.support.parser import (
     POSITIONAL,
-    Location,
     OptionGroup,
     Parser,
     count,
+    location,
     memory_size,
 )
 
@@ -49,7 +49,7 @@ def add_recipe_options(
     add_trust_config(parser)
     parser.add_argument(
         "--hf-model",
-        type=Location,
+        type=location,
         metavar="ID",
         help=(
             "directory or hub id of a model to train instead of the recipe's: its config, its "
@@ -107,7 +107,7 @@ def add_hf_model(
 ) -> None:
     """Add the Hugging Face model that is converted, and the layout of the conversion."""
     parser.add_argument(
-        "--hf-model", type=Location, required=required, metavar="ID", help=description
+        "--hf-model", type=location, required=required, metavar="ID", help=description
     )
     add_parallel_sizes(parser)
 
@@ -143,13 +143,13 @@ def add_model_options(parser: Parser, max_requests: int = 32) -> None:
     )
     parser.add_argument(
         "model",
-        type=Location,
+        type=location,
         metavar="PATH",
         help="Hugging Face directory or hub id, Megatron checkpoint, or run with adapters",
     )
     parser.add_argument(
         "--adapter",
-        type=Location,
+        type=location,
         metavar="DIR",
         help=(
             "run, checkpoint or peft directory to put on the model; none leaves out one in its "

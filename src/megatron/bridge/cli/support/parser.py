@@ -17,6 +17,9 @@ POSITIONAL = ""
 MAX_COUNT = 1 << 20  # processes, which layouts and reports count one by one
 MAX_WORKERS = 1024
 
+# ``--output "$OUT"`` with OUT unset would mean the working directory
+_EMPTY_PATH = "the path is empty: is a variable of the shell not set?"
+
 
 class HelpFormatter(argparse.HelpFormatter):
     """Wraps a paragraph to the terminal and keeps the line breaks of several lines, such as examples."""
@@ -61,9 +64,7 @@ class Parser(argparse.ArgumentParser):
         """Convert a word to the type of an option, as argparse does, but refuse empty paths."""
         is_path = isinstance(action.type, type) and issubclass(action.type, Path)
         if is_path and not arg_string:
-            # ``--output "$OUT"`` with OUT unset would mean the working directory
-            message = "the path is empty: is a variable of the shell not set?"
-            raise argparse.ArgumentError(action, message)
+            raise argparse.ArgumentError(action, _EMPTY_PATH)
         return super()._get_value(action, arg_string)  # pyright: ignore[reportAttributeAccessIssue]
 
     def add_options_of_words(self, *names: str) -> None:
@@ -124,12 +125,28 @@ def workers(text: str) -> int:
     return int(text)
 
 
-class Location(str):
+def location(text: str) -> str:
     """The ``type`` of an option that takes a path, a hub id, or a URL of object storage."""
+    return text
 
 
-class LocationPath(Path):
+def location_path(text: str) -> Path:
     """The ``type`` of an option that takes a path or a URL of object storage."""
+    if not text:
+        raise argparse.ArgumentTypeError(_EMPTY_PATH)
+    return Path(text)
+
+
+def location_options(parser: argparse.ArgumentParser) -> set[str]:
+    """Return the names, as attributes, of the options of a command that take URLs of object storage."""
+    names: set[str] = set()
+    for action in parser._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            for subparser in action.choices.values():
+                names |= location_options(subparser)
+        elif action.type in (location, location_path):
+            names.add(action.dest)
+    return names
 
 
 _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}

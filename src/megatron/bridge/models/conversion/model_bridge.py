@@ -379,7 +379,7 @@ class DecoderBridge(MegatronModelBridge):
             for field in self.fields
             if field.hf in different_keys
             for name in field.names
-            if getattr(provider, name) != getattr(read_again, name)
+            if _effective_value(provider, name) != _effective_value(read_again, name)
         ]
         if lost:
             raise UserError(
@@ -584,6 +584,24 @@ def architectures() -> list[str]:
     """Return the names of the Hugging Face architectures that have a bridge."""
     _load_families()
     return sorted(_REGISTRY)
+
+
+_DERIVED_FROM_SIZES: Mapping[str, Callable[[Any], Any]] = {
+    "kv_channels": lambda provider: provider.hidden_size // provider.num_attention_heads,
+    "num_query_groups": lambda provider: provider.num_attention_heads,
+    "ffn_hidden_size": lambda provider: 4 * provider.hidden_size,
+    "max_position_embeddings": lambda provider: provider.seq_length,
+    "attention_bias": lambda provider: provider.add_bias_linear,
+    "attention_output_bias": lambda provider: provider.add_bias_linear,
+    "mlp_bias": lambda provider: provider.add_bias_linear,
+}
+"""Settings that a provider may leave open -> their values when the model is built."""
+
+
+def _effective_value(provider: Any, name: str) -> Any:
+    value = getattr(provider, name)
+    derive = _DERIVED_FROM_SIZES.get(name)
+    return derive(provider) if value is None and derive is not None else value
 
 
 def bridge_for(config: Any) -> MegatronModelBridge:
