@@ -45,7 +45,8 @@ def fit_to_one_process(job: TrainJob) -> None:
             setattr(model, name, value)
             changes.append(Change(f"model.{name}", previous, value, _ORIGIN))
     overlap = job.config.comm_overlap
-    if overlap is not None and "comm_overlap" not in chosen:
+    is_chosen = any(key.startswith("comm_overlap") for key in chosen)
+    if overlap is not None and not is_chosen:
         changes.append(Change("comm_overlap", overlap, None, _ORIGIN))
         job.config.comm_overlap = None
     job.origins.record(job.config, changes)
