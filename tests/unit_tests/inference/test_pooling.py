@@ -113,7 +113,13 @@ def test_options_without_effect_are_named(models, options, words):
 
 def test_empty_and_long_texts_are_named(models):
     with PooledModel(str(models / "classes"), max_context=4) as model:
-        for text, words in (([], "text 0 is empty"), ([1] * 5, "text 0 has 5 tokens")):
+        outside = model.facts.vocabulary
+        for text, words in (
+            ([], "text 0 is empty"),
+            ([1] * 5, "text 0 has 5 tokens"),
+            ([1, outside], f"text 0: token {outside}"),
+            ([-1], "text 0: token -1"),
+        ):
             with pytest.raises(UserError, match=words):
                 model.pool([text])
 

@@ -32,12 +32,14 @@ class PoolingFacts:
     Attributes:
         hf: The transformers tokenizer.
         max_context: Maximum tokens of a text.
+        vocabulary: Tokens that have an embedding.
         head: Name of the head.
         labels: Names of the classes; empty for an embedding model.
     """
 
     hf: Any
     max_context: int
+    vocabulary: int
     head: str
     labels: tuple[str, ...]
 
@@ -133,7 +135,9 @@ class PooledModel:
             )
         self._chunks = model.chunks
         self._pooling = options["pooling"] or _declared_pooling(model.folder) or config.pooling
-        self.facts = PoolingFacts(model.hf, max_context, config.head, _label_names(model, config))
+        self.facts = PoolingFacts(
+            model.hf, max_context, model.vocabulary, config.head, _label_names(model, config)
+        )
 
     def yield_facts(self) -> Iterator[PoolingFacts]:
         """Yield ``facts``, for a process that has not loaded the model."""
@@ -150,13 +154,13 @@ class PooledModel:
             model the embedding [hidden] with the Euclidean length 1.
 
         Raises:
-            UserError: A text is empty, or longer than the model's context.
+            UserError: A text is empty, longer than the model's context, or has a token without an embedding.
         """
         ids = [
             self.facts.hf.encode(text) if isinstance(text, str) else list(text) for text in texts
         ]
         for index, tokens in enumerate(ids):
-            check_length(tokens, self.facts.max_context, f"text {index}")
+            check_tokens(tokens, self.facts, f"text {index}")
         return next(self.pool_ids(ids))
 
     def pool_ids(self, ids: list[list[int]]) -> "Iterator[list[Tensor]]":
@@ -231,14 +235,19 @@ def open_model(
     return PooledModel(path, **shared, embed=embed, pooling=pooling)
 
 
-def check_length(tokens: list[int], max_context: int, name: str) -> None:
-    """Refuse the tokens of a text that is empty or too long; ``name`` is the text's name in messages."""
+def check_tokens(tokens: list[int], facts: PoolingFacts, name: str) -> None:
+    """Refuse the tokens of a text that the model cannot compute; ``name`` is the text's name in messages."""
     if not tokens:
         raise UserError(f"{name} is empty: give at least one token")
-    if len(tokens) > max_context:
+    if len(tokens) > facts.max_context:
         raise UserError(
-            f"{name} has {len(tokens)} tokens, more than the context of {max_context}: shorten it"
+            f"{name} has {len(tokens)} tokens, more than the context of {facts.max_context}: shorten it"
         )
+    for token in (min(tokens), max(tokens)):
+        if not 0 <= token < facts.vocabulary:
+            raise UserError(
+                f"{name}: token {token} is not in the vocabulary of {facts.vocabulary}: use the model's own tokenizer"
+            )
 
 
 def _batches(ids: list[list[int]]) -> Iterator[list[int]]:

@@ -15,7 +15,7 @@ import numpy as np
 from fastapi import FastAPI
 from pydantic import Field, model_validator
 
-from megatron.bridge.inference.pooling import PoolingFacts, check_length
+from megatron.bridge.inference.pooling import PoolingFacts, check_tokens
 from megatron.bridge.inference.server.app import (
     add_state_endpoints,
     check_model_name,
@@ -60,17 +60,10 @@ class PoolingServer:
         return await self._run(self._encode, texts, name)
 
     def _encode(self, texts: Sequence[str | list[int]], name: str) -> list[list[int]]:
-        hf = self.facts.hf
-        ids: list[list[int]] = []
-        for text in texts:
-            tokens = hf.encode(text) if isinstance(text, str) else text
-            check_length(tokens, self.facts.max_context, name)
-            wrong = [token for token in tokens if not 0 <= token < len(hf)]
-            if wrong:
-                raise ApiError(
-                    400, f"{name}: {wrong[0]} is not in the vocabulary of {len(hf)}", name
-                )
-            ids.append(tokens)
+        encode = self.facts.hf.encode
+        ids = [encode(text) if isinstance(text, str) else text for text in texts]
+        for tokens in ids:
+            check_tokens(tokens, self.facts, name)
         return ids
 
     async def pool(self, ids: list[list[int]]) -> list[np.ndarray]:

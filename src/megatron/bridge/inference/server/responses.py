@@ -358,7 +358,7 @@ class ResponseWriter:
             "response.output_text.delta" if kind == "message" else "response.reasoning_text.delta"
         )
         more = {"logprobs": []} if kind == "message" else {}
-        events.append(self._event(name, **self._place(), content_index=0, delta=text, **more))
+        events.append(self._event(name, **self._item_fields(), content_index=0, delta=text, **more))
         return events
 
     def _open_item(self, kind: Literal["message", "reasoning"]) -> list[Json]:
@@ -378,7 +378,7 @@ class ResponseWriter:
         )
         item["content"] = [part]
         opened = self._event(
-            "response.content_part.added", **self._place(), content_index=0, part=dict(part)
+            "response.content_part.added", **self._item_fields(), content_index=0, part=dict(part)
         )
         return [added, opened]
 
@@ -392,10 +392,10 @@ class ResponseWriter:
         is_message = item["type"] == "message"
         name = "response.output_text.done" if is_message else "response.reasoning_text.done"
         more = {"logprobs": []} if is_message else {}
-        place = {**self._place(), "content_index": 0}
+        part_fields = {**self._item_fields(), "content_index": 0}
         events = [
-            self._event(name, **place, text=part["text"], **more),
-            self._event("response.content_part.done", **place, part=dict(part)),
+            self._event(name, **part_fields, text=part["text"], **more),
+            self._event("response.content_part.done", **part_fields, part=dict(part)),
             self._event("response.output_item.done", output_index=self._index, item=_copy(item)),
         ]
         self._open = None
@@ -413,14 +413,14 @@ class ResponseWriter:
             "status": "completed",
         }
         self.response["output"].append(item)
-        place = {"item_id": item["id"], "output_index": self._index}
+        item_fields = {"item_id": item["id"], "output_index": self._index}
         begun = {**item, "arguments": "", "status": "in_progress"}
         done = "response.function_call_arguments.done"
         return [
             *events,
             self._event("response.output_item.added", output_index=self._index, item=begun),
-            self._event("response.function_call_arguments.delta", **place, delta=arguments),
-            self._event(done, **place, name=item["name"], arguments=arguments),
+            self._event("response.function_call_arguments.delta", **item_fields, delta=arguments),
+            self._event(done, **item_fields, name=item["name"], arguments=arguments),
             self._event("response.output_item.done", output_index=self._index, item=dict(item)),
         ]
 
@@ -428,7 +428,8 @@ class ResponseWriter:
     def _index(self) -> int:
         return len(self.response["output"]) - 1
 
-    def _place(self) -> Json:
+    def _item_fields(self) -> Json:
+        """Return the fields of an event that name the item that grows."""
         assert self._open is not None
         return {"item_id": self._open["id"], "output_index": self._index}
 
