@@ -345,9 +345,9 @@ def _of_module(path: str, module: Any, sizes: ActivationSizes) -> int:
         return sizes.sp_tokens * shape[0] * 12
     outputs = 2 * shape[0] if is_dispatched(path) else shape[0]
     of_adapter = _tokens_of_path(path, sizes) * _of_adapter(module, outputs)
-    inputs, others = _linear_elements(path, shape, sizes, keeps_input(module))
+    inputs, other_elements = _linear_elements(path, shape, sizes, keeps_input(module))
     return int(inputs * sizes.bytes_per_saved_input) + (
-        (others + of_adapter) * sizes.bytes_per_element
+        (other_elements + of_adapter) * sizes.bytes_per_element
     )
 
 

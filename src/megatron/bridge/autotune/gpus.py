@@ -92,11 +92,11 @@ def read_cluster(path: Path) -> tuple[str, int | None]:
 
     The file contains ``{"gpu": "h100", "gpus": 1024, "network": 25}``: GB, and GB/s in one direction.
     """
-    found = strict_json.read(path)
+    cluster = strict_json.read(path)
     known = ("gpu", "gpus", *_CLUSTER)
-    if not isinstance(found, dict) or "gpu" not in found:
+    if not isinstance(cluster, dict) or "gpu" not in cluster:
         raise UserError(f'--cluster {path}: write {{"gpu": "h100", "gpus": 1024, "network": 50}}')
-    for key, value in found.items():
+    for key, value in cluster.items():
         if key not in known:
             raise UserError(
                 f"--cluster {path} has the key {key}{did_you_mean(key, known)}; known: {', '.join(known)}"
@@ -104,7 +104,7 @@ def read_cluster(path: Path) -> tuple[str, int | None]:
         if key != "gpu" and (type(value) not in (int, float) or value <= 0):
             raise UserError(f"--cluster {path}: {key}={value!r} is not a number above 0")
     values: dict[str, Any] = {
-        key: found[key] * unit for key, unit in _CLUSTER.items() if key in found
+        key: cluster[key] * unit for key, unit in _CLUSTER.items() if key in cluster
     }
-    GPUS[path.stem] = replace(gpu(found["gpu"]), **values)
-    return path.stem, found.get("gpus")
+    GPUS[path.stem] = replace(gpu(cluster["gpu"]), **values)
+    return path.stem, cluster.get("gpus")
