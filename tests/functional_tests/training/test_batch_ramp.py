@@ -17,7 +17,10 @@ from tests.toy_run import run_toy
 
 SIZES = [4, 4, 6, 8, 8, 8]
 TRAIN = {"micro_batch_size": 1, "global_batch_size": 8, "rampup_batch_size": [4, 2, 14]}
-RAMP = {"train": TRAIN, "scheduler": SchedulerConfig(lr_warmup_samples=12, lr_decay_samples=70)}
+RAMP = {
+    "train": TRAIN,
+    "scheduler": SchedulerConfig(lr_warmup_samples=12, lr_warmup_init=0.0, lr_decay_samples=70),
+}
 SHORT = {**RAMP, "train": {**TRAIN, "train_iters": STEPS}}
 FULL = {"train": {"micro_batch_size": 1, "global_batch_size": 8}}
 TP2 = {"model": {"tensor_model_parallel_size": 2}}

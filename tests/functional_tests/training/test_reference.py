@@ -29,7 +29,9 @@ def finetuned(directory):
     config = toy_config(
         train={"train_iters": STEPS},
         optimizer=OptimizerConfig(lr=LEARNING_RATE, weight_decay=WEIGHT_DECAY, clip_grad=CLIP),
-        scheduler=SchedulerConfig(lr_warmup_iters=WARMUP, lr_decay_style="cosine"),
+        scheduler=SchedulerConfig(
+            lr_warmup_iters=WARMUP, lr_warmup_init=0.0, lr_decay_style="cosine"
+        ),
         checkpoint=CheckpointConfig(pretrained_checkpoint=str(directory)),
     )
     config.model = provider

@@ -95,7 +95,10 @@ def test_settings_on_top_of_a_recipe_mean_the_same(files, capsys):
     command(
         f"train {recipe} --config settings.yaml checkpoint.save=pretrain --dry-run --world-size 1"
     )
-    better = {("model", "deallocate_pipeline_outputs"): True}
+    better = {
+        ("model", "deallocate_pipeline_outputs"): True,
+        ("scheduler", "lr_warmup_init"): None,
+    }
     assert_settled_as_before(capsys.readouterr().out, V0_1 / "pretrain", better)
 
 

@@ -65,6 +65,45 @@ def followed(schedule, steps=STEPS, batch=lambda step: BATCH):
     return [*seen, group["lr"]]
 
 
+def test_the_first_step_trains_and_steps_are_equal():
+    schedule = scheduled(
+        groups=({}, {"max_lr": 5 * PEAK}, {"max_lr": 0.0, "min_lr": 0.0}), lr_warmup_init=None
+    )
+    before = [[group["lr"] for group in schedule.optimizer.param_groups]]
+    for _ in range(WARMUP):
+        schedule.step(BATCH)
+        before.append([group["lr"] for group in schedule.optimizer.param_groups])
+    expected = [
+        [share * PEAK, share * 5 * PEAK, 0.0]
+        for share in ((step + 1) / (WARMUP + 1) for step in range(WARMUP + 1))
+    ]
+    assert before == [pytest.approx(rates, rel=1e-12) for rates in expected]
+    rest = followed(schedule, steps=STEPS - WARMUP)
+    assert rest == pytest.approx(
+        [rate("linear", step) for step in range(WARMUP, STEPS + 1)], rel=1e-12
+    )
+
+
+def test_without_warmup_the_first_step_has_the_peak():
+    assert followed(scheduled(lr_warmup_iters=0, lr_warmup_init=None))[0] == pytest.approx(
+        PEAK, rel=1e-12
+    )
+
+
+@pytest.mark.parametrize("saved_start", [0.0, START, None, "not saved"])
+def test_an_open_start_is_that_of_the_checkpoint(saved_start):
+    """A run of an earlier version, whose warmup began at 0, goes on as it was."""
+    options = {} if saved_start == "not saved" else {"lr_warmup_init": saved_start}
+    earlier = scheduled(**{"lr_warmup_init": 0.0, **options})
+    earlier.step(BATCH)
+    state = earlier.state_dict()
+    if saved_start == "not saved":
+        del state["init_lr"]
+    resumed = scheduled(lr_warmup_init=None)
+    resumed.load_state_dict(state)
+    assert followed(resumed, steps=STEPS - 1) == followed(earlier, steps=STEPS - 1)
+
+
 STYLES = [
     *((style, None) for style in ("constant", "linear", "cosine", "inverse-square-root")),
     *(("WSD", (decay, part)) for decay in WSD for part in (0.25, 1.0)),
@@ -136,7 +175,7 @@ def test_the_last_steps_of_wsd_are_as_long_as_the_batch_has_become():
         scheduler=SchedulerConfig(lr_decay_style="WSD", lr_wsd_decay_iters=3),
     )
     config = config.resolve(1).config
-    assert lengths(config) == (0, 5 * 2 + 7 * 8, 3 * 8, 5 * 2 + 7 * 8)
+    assert lengths(config) == (0, 5 * 2 + 7 * 8, 3 * 8, 5 * 2 + 7 * 8, 2)
 
 
 @pytest.mark.parametrize("style", ["linear", "cosine"])

@@ -313,6 +313,10 @@ def _set_warmup(given: Mapping[str, Any], run: TrainerRun) -> None:
     label = source or f"{run.framework.name}'s default of warmup_steps"
     run.translation.set("scheduler.lr_warmup_iters", steps, label)
     run.translation.set("scheduler.lr_warmup_fraction", warmup if is_share else None, label)
+    if warmup:
+        run.translation.set(
+            "scheduler.lr_warmup_init", 0.0, f"start of {run.framework.name}'s warmup"
+        )
 
 
 _MOST_WARMUP = 100

@@ -143,6 +143,7 @@ def translate(command: str, world_size: int | None = None) -> MegatronLMRun:
     for derive in (_precision, _sizes, _data, _tokenizer, _unused):
         derive(arguments, translation)
     _batch_size(arguments, translation, ranks)
+    _warmup_start(arguments, translation)
     translation.refuse_out_of_range(all_ranges())
     return MegatronLMRun(translation, arguments, ranks)
 
@@ -507,6 +508,13 @@ def _batch_size(arguments: Arguments, translation: Translation, ranks: int | Non
         ranks //= _number(arguments, name) or 1
     samples = max(ranks, 1) * (_number(arguments, "micro-batch-size") or 1)
     translation.set("train.global_batch_size", samples, "default of Megatron-LM")
+
+
+def _warmup_start(arguments: Arguments, translation: Translation) -> None:
+    """Megatron-LM's warmup begins at a learning rate of 0."""
+    lengths = {"lr-warmup-iters", "lr-warmup-samples", "lr-warmup-fraction"}
+    if lengths & arguments.keys() and "lr-warmup-init" not in arguments:
+        translation.set("scheduler.lr_warmup_init", 0.0, "default of Megatron-LM")
 
 
 _SPECIAL: dict[str, Callable[[list[str], Arguments, Translation], None] | None] = {

@@ -406,6 +406,8 @@ def check_schedule(run: Run, saved: dict[str, Any], directory: Path) -> None:
     if config.override_opt_param_scheduler or config.use_checkpoint_opt_param_scheduler:
         return
     current = run.scheduler.state_dict()
+    if config.lr_warmup_init is None:  # open: the run goes on with the checkpoint's
+        current["init_lr"] = saved.get("init_lr", 0.0)
     constant = saved["wd_incr_style"] == current["wd_incr_style"] == "constant"
     differing = [
         f"{key} is {_config_value(name, current, run)}, in the checkpoint {_config_value(name, saved, run)}"

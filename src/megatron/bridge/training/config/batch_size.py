@@ -83,6 +83,7 @@ class ScheduleLengths(NamedTuple):
     decay: int  # until its minimum, warm-up included
     wsd_decay: int  # length of the last part of a WSD schedule, which ends with ``decay``
     run: int  # until the last step
+    first_step: int  # of the first step
 
 
 def lengths(config: RunConfig) -> ScheduleLengths:
@@ -105,4 +106,10 @@ def lengths(config: RunConfig) -> ScheduleLengths:
     if wsd is None:  # the last steps, which are as many samples as the batch has by then
         last = scheduler.lr_wsd_decay_iters or 0
         wsd = decay - batch.samples_after(steps - last) if steps else last * batch.final
-    return ScheduleLengths(warmup, decay, wsd, samples_of(config.train))
+    return ScheduleLengths(
+        warmup=warmup,
+        decay=decay,
+        wsd_decay=wsd,
+        run=samples_of(config.train),
+        first_step=batch.at(0),
+    )

@@ -14,18 +14,53 @@ EXTRA_STATE = ("init_lr", "wsd_decay_steps", "lr_wsd_decay_style")
 
 
 class Schedule(OptimizerParamScheduler):
-    """Megatron-Core's scheduler with complete state.
+    """Megatron-Core's scheduler with complete state, and with a warmup whose first step trains.
 
     Megatron-Core does not save or compare the start of the warmup and the end of a WSD schedule, and sets the
     rates of parameter groups from the config even if those of the checkpoint should be used.
+
+    Args:
+        optimizer: Its parameter groups get the rates.
+        init_lr: Learning rate of the first warmup step. None rises in equal steps from above 0: before a step, the
+            rate is ``peak * (n + first_step) / (lr_warmup_steps + first_step)`` after n samples.
+        first_step: Samples of the first step.
+        options: Further arguments of Megatron-Core's class.
     """
+
+    init_lr: float | None  # pyright: ignore[reportIncompatibleVariableOverride]
+
+    def __init__(
+        self,
+        optimizer: MegatronOptimizer,
+        init_lr: float | None,
+        first_step: int,
+        **options: Any,
+    ) -> None:
+        super().__init__(optimizer, init_lr=init_lr or 0.0, **options)
+        self.init_lr = init_lr
+        self.first_step = first_step
+        self.step(increment=0)
+
+    def get_lr(self, param_group: dict[str, Any]) -> float:
+        """Return the learning rate of a parameter group before the next step."""
+        warms_up = 0 < self.lr_warmup_steps and self.num_steps <= self.lr_warmup_steps
+        if self.init_lr is not None or not warms_up:
+            return super().get_lr(param_group)
+        peak = param_group.get("max_lr", self.max_lr)
+        samples = self.num_steps + self.first_step
+        return peak * samples / (self.lr_warmup_steps + self.first_step)
 
     def state_dict(self) -> dict[str, Any]:
         return super().state_dict() | {name: getattr(self, name) for name in EXTRA_STATE}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore ``state_dict``; a value that an older version did not save is kept."""
+        """Restore ``state_dict``; a value that an older version did not save is kept.
+
+        An open start of the warmup is that of the checkpoint, which was 0 where it was not saved.
+        """
         before = {"max_lr": self.max_lr, "min_lr": self.min_lr}
+        if self.init_lr is None:
+            self.init_lr = state_dict.get("init_lr", 0.0)
         super().load_state_dict(state_dict)
         for name in EXTRA_STATE:
             if name in state_dict:
@@ -53,6 +88,7 @@ def schedule(
     return Schedule(
         optimizer,
         init_lr=scheduler.lr_warmup_init,
+        first_step=length.first_step,
         max_lr=rates.lr,
         min_lr=rates.min_lr,
         lr_warmup_steps=length.warmup,

@@ -87,8 +87,10 @@ class SchedulerConfig:
     """``lr_warmup_iters`` in samples. Set one of the two."""
     lr_warmup_fraction: float | None = None
     """Warmup as a fraction of the decay, instead of steps or samples."""
-    lr_warmup_init: float = 0.0
-    """Learning rate at the first warmup step."""
+    lr_warmup_init: float | None = None
+    """Learning rate of the first warmup step. None rises in equal steps that begin above 0, so that the first step
+    trains. In Megatron-LM and transformers the warmup begins at 0.
+    """
     lr_wsd_decay_style: Literal["exponential", "linear", "cosine", "minus_sqrt"] = "exponential"
     """Shape of the final decay of the WSD schedule."""
     lr_wsd_decay_iters: int | None = None

@@ -182,7 +182,7 @@ def _entry_problems(entry: ParameterOverride) -> Iterator[str]:
 def overrides_are_ordered(config: RunConfig, world_size: int) -> Iterator[str]:
     """The learning rate of each group rises to its peak and falls to its minimum."""
     optimizer = config.optimizer
-    start = config.scheduler.lr_warmup_init
+    start = config.scheduler.lr_warmup_init or 0.0
     lr = optimizer.lr or 0.0
     min_lr = optimizer.min_lr or 0.0
     groups = {
