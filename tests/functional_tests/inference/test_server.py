@@ -330,6 +330,10 @@ def test_health_metrics_and_page(client, address):
     assert "default-src 'none'" in headers["content-security-policy"]
     assert "http" not in page.replace("http-equiv", "")  # nothing is loaded from elsewhere
     assert "light-dark(" in page
+    status, headers, html = fetch(address, "/render", {"text": "**bold** <b>not</b>"})
+    assert (status, html) == (200, "<p><strong>bold</strong> &lt;b&gt;not&lt;/b&gt;</p>\n")
+    assert "default-src 'none'" in headers["content-security-policy"]
+    assert fetch(address, "/render", {"text": "x"}, key=None)[0] == 401
 
 
 @pytest.mark.parametrize(

@@ -72,4 +72,7 @@ def test_launch_needs_no_checkout(installed):
     folder, _ = installed
     dry = ("launch", "--local", "--devices", "2", *RECIPE, "--dry-run")
     said = run(installed, "-m", "megatron.bridge", *dry)
-    assert str(folder / "site" / "megatron" / "bridge" / "cli" / "run_recipe.py") in said
+    script = folder / "site" / "megatron" / "bridge" / "cli" / "entry" / "run_recipe.py"
+    assert str(script) in said
+    run(installed, str(script), *RECIPE, *TOY, "checkpoint.save=launched")  # as torchrun starts it
+    assert (folder / "launched" / "iter_0000002").is_dir()

@@ -2,9 +2,13 @@
 """``launch --dry-run`` where NeMo-Run is not installed."""
 
 import importlib.util
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 
+from megatron.bridge.cli import launch
 from tests.unit_tests.cli.test_main import run
 
 LAUNCH = ("launch", "--recipe", "llama32_1b_pretrain_config", "--nodes", "2", "--devices", "8")
@@ -49,3 +53,15 @@ def test_a_launch_is_refused(capsys):
     code, _, error = run(capsys, *LAUNCH)
     assert code == 1
     assert "hf-megatron-bridge[launch]" in error
+
+
+def test_no_module_beside_the_script_hides_one_of_python():
+    """Python looks for modules in the folder of a script first."""
+    script = Path(launch.__file__).parent / "entry" / launch.RUN_RECIPE
+    names = {path.stem for path in script.parent.glob("*.py")}
+    assert names == {"__init__", "run_recipe"}
+    done = subprocess.run(
+        [sys.executable, script, "--help"], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert "--recipe" in done.stdout

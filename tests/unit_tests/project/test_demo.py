@@ -24,6 +24,15 @@ GOOD = {
 }
 
 
+@pytest.mark.parametrize(
+    ("step_seconds", "steps"),
+    [(0.5, 20), (12.0, 20), (12.1, 19), (30.0, 8), (60.0, 4), (600.0, 4)],
+)
+def test_a_slow_machine_trains_fewer_steps(step_seconds, steps):
+    """Four minutes of training, at least 4 and at most 20 steps."""
+    assert shakespeare.choose_steps(step_seconds) == steps
+
+
 @pytest.fixture
 def paths(tmp_path):
     return Paths(tmp_path / "cache", tmp_path / "out")

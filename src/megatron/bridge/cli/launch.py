@@ -370,7 +370,7 @@ def _script(name: str) -> Path:
     of_checkout = Path(__file__).parents[4] / "scripts" / "training" / name
     candidates = [Path(name), of_checkout]
     if name == RUN_RECIPE:
-        candidates.append(Path(__file__).with_name(RUN_RECIPE))
+        candidates.append(Path(__file__).parent / "entry" / RUN_RECIPE)
     for path in candidates:
         if path.is_file():
             return path

@@ -16,12 +16,11 @@ from collections.abc import (
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
-from fastapi.responses import HTMLResponse, Response, StreamingResponse
+from fastapi.responses import Response, StreamingResponse
 from pydantic import ValidationError
 from starlette.exceptions import HTTPException
 
@@ -39,6 +38,7 @@ from megatron.bridge.inference.server.engine_client import EngineClient, EngineG
 from megatron.bridge.inference.server.errors import ApiError, SlowReaderError, to_json
 from megatron.bridge.inference.server.generation import Generation
 from megatron.bridge.inference.server.metrics import CONTENT_TYPE, Metrics
+from megatron.bridge.inference.server.page import add_page
 from megatron.bridge.inference.server.responses import ResponsesRequest, ResponseWriter
 from megatron.bridge.inference.server.schemas import (
     ChatRequest,
@@ -49,8 +49,6 @@ from megatron.bridge.inference.server.schemas import (
 from megatron.bridge.utils.errors import UserError, did_you_mean
 from megatron.bridge.version import __version__ as VERSION
 
-_PAGE = Path(__file__).parent / "page.html"
-_POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; connect-src 'self'; img-src data:"
 _COMPLETION_TOKENS = 16  # OpenAI's default of /v1/completions
 
 
@@ -214,12 +212,6 @@ _FIELDS = {
 
 
 def _add_facts(app: FastAPI, server: Server) -> None:
-    page = _PAGE.read_text(encoding="utf-8")
-    headers = {
-        "Content-Security-Policy": _POLICY,
-        "X-Content-Type-Options": "nosniff",
-        "X-Frame-Options": "DENY",
-    }
     model_card = {
         "created": server.created,
         "owned_by": "megatron-bridge",
@@ -236,14 +228,11 @@ def _add_facts(app: FastAPI, server: Server) -> None:
         for name in (server.name, *server.adapters)
     }
 
-    @app.get("/", response_class=HTMLResponse)
-    async def chat_page() -> HTMLResponse:
-        return HTMLResponse(page, headers=headers)
-
     @app.get("/metrics")
     async def metrics() -> Response:
         return Response(server.metrics.text() if server.metrics else b"", media_type=CONTENT_TYPE)
 
+    add_page(app)
     add_state_endpoints(app, served, lambda: server.is_ready)
 
 

@@ -43,7 +43,7 @@ class Schedule(OptimizerParamScheduler):
 
     def get_lr(self, param_group: dict[str, Any]) -> float:
         """Return the learning rate of a parameter group before the next step."""
-        warms_up = 0 < self.lr_warmup_steps and self.num_steps <= self.lr_warmup_steps
+        warms_up = self.lr_warmup_steps > 0 and self.num_steps <= self.lr_warmup_steps
         if self.init_lr is not None or not warms_up:
             return super().get_lr(param_group)
         peak = param_group.get("max_lr", self.max_lr)

@@ -1,9 +1,0 @@
-# SPDX-License-Identifier: Apache-2.0
-"""``megatron-bridge train`` as a script, for launchers that start a file on every rank."""
-
-import sys
-
-from megatron.bridge.cli.main import main
-
-if __name__ == "__main__":
-    sys.exit(main(["train", *sys.argv[1:]]))
