@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Providers, bridges and the Hugging Face side of a model."""
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from megatron.bridge.utils.optional_imports import lazy_names
 
@@ -19,7 +19,7 @@ __all__ = [
 ]
 
 # imported on use: reading a Hugging Face checkpoint needs no Megatron-Core
-__getattr__ = lazy_names(
+_find_provider = lazy_names(
     __name__,
     {
         "GPTModelProvider": f"{__name__}.gpt_provider:GPTModelProvider",
@@ -28,3 +28,12 @@ __getattr__ = lazy_names(
         "MambaModelProvider": f"{__name__}.mamba_provider:MambaModelProvider",
     },
 )
+
+
+def __getattr__(name: str) -> Any:
+    """Return a provider, or the preset of a family, such as ``LlamaModelProvider``."""
+    if name.endswith("ModelProvider") and name not in __all__:
+        from megatron.bridge.models.presets import provider_preset
+
+        return provider_preset(name)
+    return _find_provider(name)

@@ -450,7 +450,7 @@ class BridgeDraft:
         parent_fields = (
             f"(f for f in {parent}.fields if f.hf not in {drop!r})" if drop else f"{parent}.fields"
         )
-        provider = model_bridge.declared_provider(self.base)
+        provider = model_bridge.registration_of(self.base).provider
         constants = [
             f"constant({', '.join(map(repr, (key, *values)))})"
             for key, values in self.unread.items()

@@ -531,9 +531,10 @@ def declared_fields() -> dict[str, tuple[Field, ...]]:
     return {name: bridge.fields for name, bridge in declared_bridges().items()}
 
 
-def declared_provider(architecture: str) -> Any:
-    """Return the provider that an architecture was registered with, or None for ``GPTModelProvider``."""
-    return _REGISTRY[architecture].provider
+def registration_of(architecture: str) -> Registration:
+    """Return what an architecture was registered with; a provider of None is ``GPTModelProvider``."""
+    _load_families()
+    return _REGISTRY[architecture]
 
 
 def forget(architecture: str) -> None:
