@@ -40,3 +40,19 @@ def test_panels_multiply_in_float32_and_round_once(shape, dtype):
     )
     for rows in range(1, 45):
         assert torch.equal(packed(x[:rows, None], bias), packed(x, bias)[:rows, None]), rows
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("repeats", [[7], [1, 6], [3, 1, 4], [1] * 8, [2, 2, 2, 2, 2, 2, 3]])
+def test_rows_that_repeat_have_the_bits_of_one(repeats, dtype):
+    """Padding repeats a row, which is multiplied once; also where it comes between others, or is NaN."""
+    weight, bias = torch.randn(50, 300, dtype=dtype), torch.randn(50, dtype=dtype)
+    if not c_kernels.is_supported(weight):
+        pytest.skip("needs a C compiler")
+    packed, different = PanelWeight(weight), torch.randn(len(repeats), 300, dtype=dtype)
+    different[-1, 0] = torch.nan
+    expected = torch.cat([packed(row[None], bias) for row in different])
+    counts = torch.tensor(repeats)
+    found = packed(different.repeat_interleave(counts, dim=0), bias)
+    assert torch.equal(found.nan_to_num(), expected.repeat_interleave(counts, dim=0).nan_to_num())
+    assert found[-1].isnan().all()

@@ -321,22 +321,45 @@ void swiglu(const element *x, element *out, int64_t rows, int64_t width) {
     }
 }
 
+// The weights [depth, LANES] of a panel in float32; `tile` has room for those that must be widened.
+INLINE const float *widen_panel(const element *panel, int64_t depth, float *tile) {
+#ifdef BFLOAT16
+    for (int64_t i = 0; i < depth * LANES; i++) tile[i] = widen(panel[i]);
+    return tile;
+#else
+    return panel;
+#endif
+}
+
 // Writes the rows' products with LANES features, whose weights are `panel` [width, LANES]. Each sum goes through the
-// inputs in order, so that it does not depend on the number of rows.
+// inputs in order, so that it does not depend on the number of rows. `x` and `sums` have room for UP(rows, ROWS) rows.
 static void multiply_panel(const float *x, const element *panel, float *sums, int64_t rows, int64_t width) {
     float tile[DEPTH * LANES];
-    memset(sums, 0, rows * LANES * sizeof(float));
+    memset(sums, 0, UP(rows, ROWS) * LANES * sizeof(float));
     for (int64_t k = 0; k < width; k += DEPTH) {
         const int64_t depth = width - k < DEPTH ? width - k : DEPTH;
-        for (int64_t i = 0; i < depth * LANES; i++) tile[i] = widen(panel[k * LANES + i]);
+        const float *weights = widen_panel(panel + k * LANES, depth, tile);
         int64_t r = 0;
         for (; rows - r > ROWS; r += MOST_AT_ONCE)
-            multiply_rows(x + r * width + k, width, tile, LANES, depth, sums + r * LANES, LANES, MOST_AT_ONCE);
-        for (; rows - r >= AT_ONCE; r += AT_ONCE)
-            multiply_rows(x + r * width + k, width, tile, LANES, depth, sums + r * LANES, LANES, AT_ONCE);
+            multiply_rows(x + r * width + k, width, weights, LANES, depth, sums + r * LANES, LANES, MOST_AT_ONCE);
+        for (; rows - r > 2; r += AT_ONCE)
+            multiply_rows(x + r * width + k, width, weights, LANES, depth, sums + r * LANES, LANES, AT_ONCE);
         for (; r < rows; r += 2)
-            multiply_rows(x + r * width + k, width, tile, LANES, depth, sums + r * LANES, LANES, 2);
+            multiply_rows(x + r * width + k, width, weights, LANES, depth, sums + r * LANES, LANES, 2);
     }
+}
+
+// Widens the rows of x that differ from the row before them, one after the other, and writes the place of each row among
+// them. Padding repeats a row: what is computed for one is copied. Returns the number of different rows.
+static int64_t widen_different_rows(const element *x, float *wide, int64_t *places, int64_t rows, int64_t width) {
+    int64_t different = 0;
+    for (int64_t r = 0; r < rows; r++) {
+        const element *row = x + r * width;
+        if (r == 0 || memcmp(row, row - width, width * sizeof(element)))
+            widen_rows(row, wide + different++ * width, 1, width, width, width);
+        places[r] = different - 1;
+    }
+    return different;
 }
 
 // out [rows, features] = x [rows, width] times the panels' weights, plus a bias if there is one. `panels` are
@@ -346,8 +369,13 @@ int multiply_panels(const element *x, const element *panels, const element *bias
     const int64_t padded = UP(rows, ROWS);
     int failed = 0;
     float *wide = calloc(padded * width, sizeof(float));
-    if (!wide) return 1;
-    widen_rows(x, wide, rows, width, width, width);
+    int64_t *places = malloc(rows * sizeof *places);
+    if (!wide || !places) {
+        free(wide);
+        free(places);
+        return 1;
+    }
+    const int64_t different = widen_different_rows(x, wide, places, rows, width);
 #pragma omp parallel reduction(| : failed) if (features > LANES)
     {
         float *sums = malloc(padded * LANES * sizeof(float));
@@ -356,13 +384,15 @@ int multiply_panels(const element *x, const element *panels, const element *bias
         for (int64_t first = 0; first < features; first += LANES) {
             if (!sums) continue;
             const int64_t count = features - first < LANES ? features - first : LANES;
-            multiply_panel(wide, panels + first * width, sums, padded, width);
+            multiply_panel(wide, panels + first * width, sums, different, width);
             for (int64_t r = 0; r < rows; r++)
                 for (int64_t i = 0; i < count; i++)
-                    out[r * features + first + i] = narrow(sums[r * LANES + i] + (bias ? widen(bias[first + i]) : 0));
+                    out[r * features + first + i] =
+                        narrow(sums[places[r] * LANES + i] + (bias ? widen(bias[first + i]) : 0));
         }
         free(sums);
     }
+    free(places);
     free(wide);
     return failed;
 }
