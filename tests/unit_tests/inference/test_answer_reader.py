@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron.bridge.inference.server.answer_reader import AnswerFormat
-from megatron.bridge.inference.server.tool_parsers import (
+from megatron.bridge.inference.conversations.answer_reader import AnswerFormat
+from megatron.bridge.inference.conversations.tool_parsers import (
     FORMAT_NAMES,
     Call,
     ReasoningFormat,

@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 
 from megatron.bridge.cli.support import model_options
-from megatron.bridge.cli.support.options import add_model_options
+from megatron.bridge.cli.support.options import add_model_options, add_tool_parser
 from megatron.bridge.cli.support.parser import NamedPaths, Parser, count
 from megatron.bridge.utils.atomic import read_text
 from megatron.bridge.utils.errors import UserError
@@ -86,11 +86,7 @@ def add_arguments(parser: Parser) -> None:
         choices=["last_token", "mean"],
         help="states that make an embedding (default: as the model declares, or last_token)",
     )
-    parser.add_argument(
-        "--tool-parser",
-        metavar="NAME",
-        help="format of tool calls, such as hermes (default: by the chat template)",
-    )
+    add_tool_parser(parser)
 
 
 def run(args: argparse.Namespace) -> int:

@@ -49,6 +49,8 @@ class ChoiceProgress:
     logprobs: list[TokenLogprob] = field(default_factory=list)
     prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
     finish_reason: FinishReason | None = None
+    text_offsets: list[int] = field(default_factory=list)  # of ``tokens`` that have a text
+    cached_tokens: int = 0  # tokens of the prompt that were not computed again
 
 
 Event = Accepted | RefusedRequest | ChoiceProgress
@@ -155,7 +157,8 @@ def _unreported_part(request: int, sent: _Sent) -> ChoiceProgress | None:
     completion = sent.job.completion
     if job.is_over or len(completion.tokens) > sent.tokens:
         text = job.detokenizer.text if job.detokenizer is not None else ""
-        logprobs = completion.logprobs[: _visible_logprobs(job)]
+        offsets = job.detokenizer.offsets if job.detokenizer is not None else []
+        logprobs = completion.logprobs[: job.visible_tokens]
         progress = ChoiceProgress(
             request,
             completion.choice,
@@ -164,6 +167,8 @@ def _unreported_part(request: int, sent: _Sent) -> ChoiceProgress | None:
             logprobs[sent.logprobs :],
             completion.prompt_logprobs[sent.prompt_logprobs :],
             completion.finish_reason,
+            offsets[sent.tokens :],
+            job.text.cached,
         )
         sent.text = len(text)
         sent.tokens = len(completion.tokens)
@@ -171,11 +176,3 @@ def _unreported_part(request: int, sent: _Sent) -> ChoiceProgress | None:
         sent.prompt_logprobs = len(completion.prompt_logprobs)
         return progress
     return None
-
-
-def _visible_logprobs(job: InferenceJob) -> int:
-    """Return how many log-probabilities belong to text that is sent: none of a stop text or behind it."""
-    detokenizer = job.detokenizer
-    if detokenizer is None or (job.is_over and not detokenizer.stopped):
-        return len(job.completion.logprobs)
-    return detokenizer.visible_tokens(job.is_over)
