@@ -8,6 +8,7 @@ import time
 from contextlib import contextmanager
 from importlib.util import find_spec
 
+from megatron.bridge.utils.errors import UserError
 from tests.unit_tests.project.tree import ROOT
 
 BESIDE = ROOT / ".cache/serve"  # where scripts/extra.sh installs it
@@ -54,10 +55,10 @@ class ScriptedEngine:
 class LocalEngine:
     """Answers like ``EngineClient``, with an engine in this process that computes one request at a time."""
 
-    def __init__(self, engine):
+    def __init__(self, engine, adapter_changes=None):
         from megatron.bridge.inference.server.engine_loop import EngineLoop
 
-        self.loop = EngineLoop(engine)
+        self.loop = EngineLoop(engine, adapter_changes)
 
     def submit(self, prompt, sampling):
         from megatron.bridge.inference.server.engine_client import RequestStream
@@ -74,16 +75,42 @@ class LocalEngine:
     def forget(self, stream):
         pass
 
+    async def load_adapter(self, name, path):
+        from megatron.bridge.inference.server.engine_loop import LoadAdapter
+
+        self._change(LoadAdapter(0, name, path))
+
+    async def unload_adapter(self, name):
+        from megatron.bridge.inference.server.engine_loop import UnloadAdapter
+
+        self._change(UnloadAdapter(0, name))
+
+    def _change(self, command):
+        from megatron.bridge.inference.server.engine_loop import RefusedRequest
+
+        (event,) = self.loop.apply([command])
+        if isinstance(event, RefusedRequest):
+            raise UserError(event.message)
+
 
 @contextmanager
 def scripted_server(
-    hf, texts, tool_parser=None, key=None, context=1 << 16, seconds=30.0, ends=True, engine=None
+    hf,
+    texts,
+    tool_parser=None,
+    key=None,
+    context=1 << 16,
+    seconds=30.0,
+    ends=True,
+    engine=None,
+    adapter_root=None,
 ):
     """Serve the texts, or what ``engine`` computes; yields OpenAI's client and the engine."""
     import uvicorn
     from openai import OpenAI
 
     from megatron.bridge.inference.prompts import PromptReader
+    from megatron.bridge.inference.server.adapter_endpoints import add_adapter_endpoints
     from megatron.bridge.inference.server.app import Server, make_app
     from megatron.bridge.inference.server.engine_loop import Load
     from megatron.bridge.inference.server.metrics import Metrics
@@ -97,8 +124,10 @@ def scripted_server(
     server.metrics = Metrics("toy", Load)
     server.is_ready = True
     drop_note_of_uvicorn()
+    app = make_app(server)
+    add_adapter_endpoints(app, server, adapter_root)
     config = uvicorn.Config(
-        Guard(make_app(server), GuardConfig(key, seconds=seconds)),
+        Guard(app, GuardConfig(key, seconds=seconds)),
         port=0,
         log_config=None,  # configuring closes absl's handler, and with it the stream that pytest captures
         log_level="error",

@@ -339,6 +339,10 @@ class Engine(AbstractContextManager["Engine"]):
         if not job.is_over:
             self._finish(job, "cancelled")
 
+    def uses_adapter(self, name: str) -> bool:
+        """Return whether a text that waits or runs has this adapter."""
+        return any(job.text.adapter == name for job in self._jobs.values())
+
     def plain_weights(self) -> AbstractContextManager[None]:
         """Restore the values of the parameters inside the context; see ``EngineConfig.pack``."""
         return self._state.plain_weights()

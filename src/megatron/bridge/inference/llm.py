@@ -54,6 +54,7 @@ class LLM:
         adapter: run with adapters, one of its checkpoints, or a directory in ``peft`` format. ``none`` leaves out an
             adapter that is in the folder of the model.
         adapters: several adapters by name; ``Sampling.adapter_name`` chooses one for each prompt.
+        max_adapters: maximum number of adapters that ``load_adapter`` may make of them; 0 for no changes.
         tokenizer: directory or hub id of another tokenizer.
         template: chat template to use instead of the tokenizer's.
         tool_parser: format of calls of tools in answers; None uses the one of the chat template.
@@ -83,6 +84,7 @@ class LLM:
         dtype: str | None = None,
         adapter: str | None = None,
         adapters: Mapping[str, str] | None = None,
+        max_adapters: int = 0,
         tokenizer: str | None = None,
         template: str | None = None,
         tool_parser: str | None = None,
@@ -104,6 +106,8 @@ class LLM:
         self._cleanup = ExitStack()
         self._workers: Any = None
         self._replacement: Any = None
+        if max_adapters < 0:
+            raise UserError(f"max_adapters={max_adapters} must be at least 0")
         process_count = check_sizes(
             tp, pp, ep, etp, max_requests, chunk, 1 if rows is None else rows
         )
@@ -149,6 +153,8 @@ class LLM:
         if model.hf is not None and reader.template is not None:
             ends |= reader.end_of_turn()
         same = {name: options[name] for name in _ENGINE}
+        # recorded steps have no adapters that come later
+        same["graphs"] = same["graphs"] and not options["max_adapters"]
         same["rows"] = same["rows"] or (8192 if has_cuda() else 1024)
         config = EngineConfig(context, model.vocabulary, frozenset(ends), pack=True, **same)
         self.reader = reader
@@ -161,6 +167,56 @@ class LLM:
         allocator.trim()  # packing has freed the weights as they were read
         self._bridge = model.bridge
         self._chunks = model.chunks
+        self._make_adapter_changes(options["adapter"], options["max_adapters"])
+
+    def _make_adapter_changes(self, adapter: str | None, most: int) -> None:
+        from megatron.bridge.inference.adapter_changes import AdapterChanges
+
+        self.adapter_changes: AdapterChanges | None = None
+        if not most:
+            return
+        if adapter not in (None, "none"):
+            raise UserError(
+                f"adapter={adapter} applies to all texts, so max_adapters={most} cannot add others: use adapters"
+            )
+        if len(self.engine.adapters.names) > most:
+            raise UserError(
+                f"max_adapters={most} is less than the {len(self.engine.adapters.names)} adapters: increase it"
+            )
+        self.adapter_changes = AdapterChanges(self.engine, self._bridge, self._chunks, most)
+
+    def load_adapter(self, name: str, path: str) -> None:
+        """Load an adapter; ``Sampling.adapter_name`` then chooses it.
+
+        Args:
+            name: Name of the adapter.
+            path: Directory in ``peft`` format, run with adapters, or one of its checkpoints.
+        """
+        self._change_adapters(name, path)
+
+    def unload_adapter(self, name: str) -> None:
+        """Unload an adapter, whose name can then be that of another one."""
+        self._change_adapters(name, None)
+
+    def _change_adapters(self, name: str, path: str | None) -> None:
+        steps = (
+            self.adapter_step(name, path)
+            if self._workers is None
+            else self._workers.iterate("adapter_step", (name, path))
+        )
+        for _ in steps:
+            pass
+
+    def adapter_step(self, name: str, path: str | None) -> Iterator[None]:
+        """Apply ``load_adapter``, or ``unload_adapter`` if ``path`` is None, on each rank."""
+        if self.adapter_changes is None:
+            raise UserError("adapters are fixed: create the LLM with max_adapters")
+        if path is not None:
+            self.adapter_changes.load(name, path)
+        else:
+            self.adapter_changes.close(name)
+            self.adapter_changes.remove_unused()
+        yield from ()
 
     @property
     def hf(self) -> Any:

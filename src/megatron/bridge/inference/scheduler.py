@@ -434,6 +434,12 @@ class Scheduler:
         for text in self.running:
             text.shares = False
 
+    def forget_adapter(self, name: str) -> None:
+        """Stop reusing caches of texts with an adapter, whose name may get other weights."""
+        for text in list(self._over.values()):
+            if text.adapter == name:
+                self._release(text)
+
     def _donor(self, text: ScheduledText) -> tuple[ScheduledText | None, int]:
         """Return the text with the longest cached prefix of ``text``, and the length of that prefix."""
         best: tuple[ScheduledText | None, int] = None, 0

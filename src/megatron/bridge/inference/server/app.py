@@ -178,15 +178,10 @@ def _add_facts(app: FastAPI, server: Server) -> None:
         "max_model_len": server.planner.max_context,
     }
     model_card["input_modalities"] = ["text", "image"] if server.planner.reader.media else ["text"]
-    served = {
-        name: {
-            "id": name,
-            "object": "model",
-            **model_card,
-            **({"parent": server.name} if name != server.name else {}),
-        }
-        for name in (server.name, *server.planner.adapters)
-    }
+
+    def describe_models() -> dict[str, Any]:
+        names = (server.name, *server.planner.adapters)
+        return {name: _describe_model(name, server.name, model_card) for name in names}
 
     @app.get("/", response_class=HTMLResponse)
     async def chat_page() -> HTMLResponse:
@@ -196,17 +191,24 @@ def _add_facts(app: FastAPI, server: Server) -> None:
     async def metrics() -> Response:
         return Response(server.metrics.text() if server.metrics else b"", media_type=CONTENT_TYPE)
 
-    add_state_endpoints(app, served, lambda: server.is_ready)
+    add_state_endpoints(app, describe_models, lambda: server.is_ready)
+
+
+def _describe_model(name: str, base_name: str, model_card: Mapping[str, Any]) -> dict[str, Any]:
+    description = {"id": name, "object": "model", **model_card}
+    if name != base_name:
+        description["parent"] = base_name
+    return description
 
 
 def add_state_endpoints(
-    app: FastAPI, served: Mapping[str, Any], is_ready: Callable[[], bool]
+    app: FastAPI, describe_models: Callable[[], Mapping[str, Any]], is_ready: Callable[[], bool]
 ) -> None:
     """Add the endpoints that every server has.
 
     Args:
         app: The application.
-        served: The description of each model by its name.
+        describe_models: Returns the description of each served model by its name.
         is_ready: Returns whether requests can be computed.
     """
 
@@ -227,10 +229,11 @@ def add_state_endpoints(
 
     @app.get("/v1/models")
     async def models() -> dict[str, Any]:
-        return {"object": "list", "data": list(served.values())}
+        return {"object": "list", "data": list(describe_models().values())}
 
     @app.get("/v1/models/{name:path}")
     async def one_model(name: str) -> dict[str, Any]:
+        served = describe_models()
         check_model_name(name, list(served))
         return served[name]
 

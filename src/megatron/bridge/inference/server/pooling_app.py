@@ -190,7 +190,7 @@ def make_pooling_app(server: PoolingServer) -> FastAPI:
         "owned_by": "megatron-bridge",
         "max_model_len": server.facts.max_context,
     }
-    add_state_endpoints(app, {server.name: card}, lambda: server.is_ready)
+    add_state_endpoints(app, lambda: {server.name: card}, lambda: server.is_ready)
     if server.facts.head == "embedding":
         _add_embeddings(app, server)
     else:

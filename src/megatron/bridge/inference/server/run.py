@@ -16,6 +16,7 @@ from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import uvicorn
@@ -24,6 +25,7 @@ from megatron.bridge.inference import llm as llm_module
 from megatron.bridge.inference.conversations.tool_parsers import find_tool_format
 from megatron.bridge.inference.pooling import PoolingFacts, open_model
 from megatron.bridge.inference.requests import NOT_FINITE, Sampling
+from megatron.bridge.inference.server.adapter_endpoints import add_adapter_endpoints
 from megatron.bridge.inference.server.app import Server, make_app
 from megatron.bridge.inference.server.engine_client import EngineClient, EngineGoneError
 from megatron.bridge.inference.server.errors import ApiError, SlowReaderError, to_json
@@ -246,6 +248,7 @@ class ServeConfig:
     request_seconds: float = 600.0  # time limit of a request
     drain_seconds: float = 600.0  # time limit of running requests after SIGTERM
     tool_parser: str | None = None  # format of calls of tools; None takes the chat template's
+    adapter_root: Path | None = None  # folder of adapters that clients may load and unload
 
 
 def serve(path: str, options: dict[str, Any], config: ServeConfig) -> None:
@@ -309,6 +312,7 @@ def _refuse_idle_options(
         "--adapters": options.get("adapters"),
         "--chat-template": options.get("template"),
         "--tool-parser": config.tool_parser,
+        "--adapter-root": config.adapter_root,
     }
     for option, value in idle.items():
         if value:
@@ -413,7 +417,9 @@ class _GenerationRun(_Run):
 
     def _make_app(self) -> tuple[Any, int]:
         has_images = self._server.planner.reader.media is not None
-        return make_app(self._server), IMAGE_BYTES if has_images else TEXT_BYTES
+        app = make_app(self._server)
+        add_adapter_endpoints(app, self._server, self._config.adapter_root)
+        return app, IMAGE_BYTES if has_images else TEXT_BYTES
 
     def _begin(self) -> None:
         client = EngineClient(self._workers, self._capacity, self._failed)
