@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Named adapters over one base: each text is what it is alone, and what the peft library computes."""
 
+from pathlib import Path
+
 import peft
 import pytest
 import torch
@@ -13,6 +15,7 @@ from megatron.bridge.inference.requests import Sampling
 from megatron.bridge.peft.lora import LoRA
 from megatron.bridge.utils.errors import UserError
 from tests.families import harness
+from tests.scripted_server import HAS_SERVER, LocalEngine, scripted_server
 from tests.unit_tests.data.conftest import tokenizer_dir  # noqa: F401 - a fixture
 from tests.unit_tests.inference.test_llm import model_dir  # noqa: F401 - a fixture
 
@@ -112,8 +115,14 @@ def assert_close(found, expected):
 def test_two_ranks(model_dir, adapters, layout):  # noqa: F811
     with LLM(str(model_dir), adapters=adapters, **OPTIONS) as llm:
         expected = answers(llm)
-    with LLM(str(model_dir), adapters=adapters, **layout, **OPTIONS) as llm:
+    with LLM(str(model_dir), adapters=adapters, max_adapters=3, **layout, **OPTIONS) as llm:
         assert_close(answers(llm), expected)
+        with pytest.raises(UserError, match="none"):
+            llm.load_adapter("late", "none")
+        llm.load_adapter("late", adapters["small"])
+        llm.unload_adapter("small")
+        names = ["late" if name == "small" else name for name in NAMES]
+        assert_close(answers(llm, names=names), expected)
 
 
 def test_mistakes(model_dir, adapters, tmp_path, capsys):  # noqa: F811
@@ -141,5 +150,134 @@ def test_adapters_of_experts_are_refused(family_case):
             add_adapters(
                 chunks,
                 {"x": "y"},
-                lambda _, t=targets, c=chunks: LoRA(target_modules=t, dim=2)(c, False),
+                lambda *_, t=targets, c=chunks: LoRA(target_modules=t, dim=2)(c, False),
             )
+
+
+# ---- adapters that come and go ----------------------------------------------------------------------------------
+
+
+def test_adapters_that_are_loaded_later_are_those_loaded_first(model_dir, adapters):  # noqa: F811
+    """Bitwise, and a name can get other weights: no cache of the old ones is reused."""
+    prompts = [list(range(2, 60))] * 3
+    names = ["small", "wide", None]
+    with LLM(str(model_dir), adapters=adapters, graphs=False, **OPTIONS) as llm:
+        expected = answers(llm, prompts, names)
+    with LLM(str(model_dir), max_adapters=2, **OPTIONS) as llm:
+        base = answers(llm, prompts[:1], [None])
+        for name, path in adapters.items():
+            llm.load_adapter(name, path)
+        assert answers(llm, prompts, names) == expected
+        assert answers(llm, prompts[:1], [None]) == base == expected[2:]
+        with pytest.raises(UserError, match=r"2 adapters.*unload"):
+            llm.load_adapter("third", adapters["wide"])
+        with pytest.raises(UserError, match=r"'small' is loaded.*unload"):
+            llm.load_adapter("small", adapters["wide"])
+        llm.unload_adapter("small")
+        with pytest.raises(UserError, match="adapter_name='small'"):
+            answers(llm, prompts[:1], ["small"])
+        llm.load_adapter("small", adapters["wide"])
+        assert answers(llm, prompts[:1], ["small"]) == expected[1:2]
+        for name in ("small", "wide"):
+            llm.unload_adapter(name)
+        assert answers(llm, prompts[:1], [None]) == base
+
+
+def test_an_adapter_that_cannot_be_used_changes_nothing(model_dir, adapters, tmp_path):  # noqa: F811
+    whole = make_adapter(model_dir, tmp_path, "head", ["q_proj"], modules_to_save=["lm_head"])
+    with LLM(str(model_dir), adapters={"wide": adapters["wide"]}, max_adapters=4, **OPTIONS) as llm:
+        before = answers(llm, PROMPTS[:2], ["wide", None])
+        for path in (whole, str(tmp_path)):
+            with pytest.raises(UserError):
+                llm.load_adapter("bad", path)
+            assert answers(llm, PROMPTS[:2], ["wide", None]) == before
+        llm.load_adapter("small", adapters["small"])
+        assert answers(llm, PROMPTS[:2], ["wide", None]) == before
+    with (
+        LLM(str(model_dir), **OPTIONS) as fixed,
+        pytest.raises(UserError, match="max_adapters"),
+    ):
+        fixed.load_adapter("small", adapters["small"])
+
+
+def test_running_texts_of_an_unloaded_adapter_end_first(model_dir, adapters):  # noqa: F811
+    from megatron.bridge.inference.server.engine_loop import (
+        Accepted,
+        EngineLoop,
+        LoadAdapter,
+        RefusedRequest,
+        Submit,
+        UnloadAdapter,
+    )
+
+    with LLM(str(model_dir), adapters=adapters, max_adapters=4, **OPTIONS) as llm:
+        (expected,) = llm.generate([PROMPTS[0]], [sampling("wide")])
+        loop = EngineLoop(llm.engine, llm.adapter_changes)
+        assert list(loop.apply([Submit(1, PROMPTS[0], sampling("wide"))])) == [Accepted(1)]
+        first = list(loop.step())
+        refused = loop.apply(
+            [
+                UnloadAdapter(2, "wide"),
+                Submit(3, PROMPTS[0], sampling("wide")),
+                LoadAdapter(4, "wide", adapters["small"]),
+            ]
+        )
+        assert [(type(event), event.id) for event in refused] == [
+            (RefusedRequest, 3),
+            (RefusedRequest, 4),
+        ]
+        tokens = [token for event in first for token in event.tokens]
+        while loop.is_busy:
+            assert list(loop.apply([])) == []
+            tokens += [token for event in loop.step() for token in event.tokens]
+        assert tokens == expected[0].tokens
+        assert list(loop.apply([])) == [Accepted(2)]
+        assert list(loop.apply([LoadAdapter(5, "wide", adapters["small"])])) == [Accepted(5)]
+
+
+@pytest.mark.skipif(not HAS_SERVER, reason="no server: run scripts/extra.sh serve")
+def test_clients_load_and_unload_adapters(model_dir, adapters, tmp_path):  # noqa: F811
+    from openai import APIStatusError
+
+    root = Path(adapters["small"]).parent
+
+    def change(client, action, **body):
+        return client.post(f"/{action}_lora_adapter", body=body, cast_to=str)
+
+    def refusal(client, action, **body):
+        with pytest.raises(APIStatusError) as error:
+            change(client, action, **body)
+        return error.value.status_code, error.value.message
+
+    ask = {"prompt": PROMPTS[0], "max_tokens": 5, "temperature": 0}
+    with LLM(str(model_dir), max_adapters=2, **OPTIONS) as llm:
+        engine = LocalEngine(llm.engine, llm.adapter_changes)
+        with scripted_server(llm.hf, [], context=128, engine=engine, adapter_root=root) as (
+            client,
+            _,
+        ):
+            before = client.completions.create(model="toy", **ask).choices[0].text
+            change(client, "load", lora_name="math", lora_path="wide")
+            assert [model.id for model in client.models.list()] == ["toy", "math"]
+            answer = client.completions.create(model="math", **ask)
+            how = Sampling(max_new_tokens=5, adapter_name="math")
+            assert answer.choices[0].text == llm.generate([PROMPTS[0]], how)[0][0].text
+            assert answer.model == "math"
+            assert refusal(client, "load", lora_name="math", lora_path="small")[0] == 400
+            assert refusal(client, "load", lora_name="toy", lora_path="small")[0] == 400
+            assert refusal(client, "load", lora_name="x", lora_path="nothing")[0] == 404
+            for outside in ("..", "/etc", "small/../.."):
+                status, message = refusal(client, "load", lora_name="x", lora_path=outside)
+                assert (status, "--adapter-root" in message) == (403, True)
+            change(client, "load", lora_name="other", lora_path=adapters["small"])
+            status, message = refusal(client, "load", lora_name="x", lora_path="small")
+            assert (status, "unload" in message) == (400, True)
+            change(client, "unload", lora_name="math")
+            assert [model.id for model in client.models.list()] == ["toy", "other"]
+            assert refusal(client, "unload", lora_name="math")[0] == 404
+            with pytest.raises(APIStatusError, match="math"):
+                client.completions.create(model="math", **ask)
+            assert client.completions.create(model="toy", **ask).choices[0].text == before
+        with scripted_server(llm.hf, [], context=128, engine=engine) as (client, _):
+            status, message = refusal(client, "load", lora_name="x", lora_path="small")
+            assert (status, "--adapter-root" in message) == (403, True)

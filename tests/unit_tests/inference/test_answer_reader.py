@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron.bridge.inference.server.answer_reader import AnswerFormat
-from megatron.bridge.inference.server.tool_parsers import (
+from megatron.bridge.inference.conversations.answer_reader import AnswerFormat
+from megatron.bridge.inference.conversations.tool_parsers import (
     FORMAT_NAMES,
     Call,
     ReasoningFormat,
@@ -24,6 +24,7 @@ SCHEMAS = {
     },
     "time": {"type": "object", "properties": {}},
 }
+DSML = "\uff5cDSML\uff5c"
 ROME = ("weather", {"city": "Rome", "days": 2})
 TIME = ("time", {})
 # name, sign in a template, an answer, its content, its reasoning, its calls
@@ -133,6 +134,17 @@ ANSWERS = [
         "Sun",
         "Hm.",
         [],
+    ),
+    (
+        "deepseek_v32",
+        f"<{DSML}function_calls>",
+        f'I look.\n\n<{DSML}function_calls>\n<{DSML}invoke name="weather">\n'
+        f'<{DSML}parameter name="city" string="true">Rome</{DSML}parameter>\n'
+        f'<{DSML}parameter name="days" string="false">2</{DSML}parameter>\n</{DSML}invoke>\n'
+        f'<{DSML}invoke name="time">\n</{DSML}invoke>\n</{DSML}function_calls>',
+        "I look.",
+        "",
+        [ROME, TIME],
     ),
     (
         "granite",

@@ -6,6 +6,7 @@ import io
 import json
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -25,12 +26,14 @@ from megatron.bridge.inference.prompts import PromptImages, TokensWithImages, en
 from megatron.bridge.inference.requests import Sampling
 from megatron.bridge.models.gpt_provider import GPTModelProvider
 from megatron.bridge.utils.errors import UserError
+from tests import scripted_server  # noqa: F401 - makes the extra importable
 from tests.families import harness
 from tests.families.vision.rows import ROWS as VISION_ROWS
 from tests.toy_models import make_llama
 from tests.unit_tests.data.conftest import TEXT, tokenizer_dir  # noqa: F401 - a fixture
 from tests.unit_tests.project.tree import ROOT
 
+HAS_GRAMMARS = importlib.util.find_spec("llguidance") is not None
 TEMPLATE = (
     "{% for message in messages %}<|turn|>{{ message.role }}\n{{ message.content }}<|end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|turn|>assistant\n{% endif %}"
@@ -113,6 +116,7 @@ def test_reused_prefixes_are_counted_and_can_be_switched_off(model_dir):
             counts = (lane.prefix_queries, lane.prefix_hits)
             assert counts == ((2 * len(prompt), 32) if reuse else (0, 0))
     assert all(text == texts[0] for text in texts)
+    assert [text[0].cached_tokens for text in texts] == [0, 32, 0, 0]
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
@@ -561,3 +565,110 @@ def test_a_script_asks_for_all_prompts_at_once(model_dir, capsys):
     assert "--coordinator-port has no effect" in written.err
     with pytest.raises(UserError, match="exceed the context"):
         run([*options, "5000"])
+
+
+# ---- tools, reasoning and structured answers --------------------------------------------------------------------
+
+TOOL_TEMPLATE = (
+    "{% if tools %}<tools>{{ tools | tojson }}</tools>{% endif %}" + TEMPLATE.split("{% if add_gen", maxsplit=1)[0]
+    + "{% if add_generation_prompt %}<|turn|>assistant\n{% if not thinking %}<think></think>{% endif %}{% endif %}"
+    + "{# <tool_call> #}"
+)  # fmt: skip
+DAYS = {"type": "object", "properties": {"days": {"enum": [1, 2]}}, "required": ["days"]}
+SCHEMA = {**DAYS, "additionalProperties": False}
+TOOL = {"type": "function", "function": {"name": "weather", "parameters": SCHEMA}}
+QUESTION = [{"role": "user", "content": "Rome?"}]
+FORMAT = {"type": "json_schema", "json_schema": {"name": "days", "schema": SCHEMA}}
+
+
+@pytest.fixture(scope="module")
+def tool_dir(model_dir, tmp_path_factory):
+    directory = tmp_path_factory.mktemp("tools") / "model"
+    shutil.copytree(model_dir, directory)
+    hf = AutoTokenizer.from_pretrained(model_dir)
+    make_llama(directory, vocab_size=len(hf), max_position_embeddings=1024)
+    hf.chat_template = TOOL_TEMPLATE
+    hf.save_pretrained(directory)
+    return directory
+
+
+@pytest.mark.skipif(not HAS_GRAMMARS, reason="no llguidance: run scripts/extra.sh serve")
+def test_chats_with_tools_and_structures(tool_dir):
+    sampling = Sampling(max_new_tokens=200, temperature=1.0, seed=1)
+    with LLM(str(tool_dir), dtype="float32", kv_memory=1 << 25) as llm:
+        answer = llm.chat(
+            QUESTION, sampling, tools=[TOOL], tool_choice="required", parallel_tool_calls=False
+        )
+        (call,) = answer.message["tool_calls"]
+        assert call["function"]["name"] == "weather"
+        assert json.loads(call["function"]["arguments"])["days"] in (1, 2)
+        assert answer.message["content"] is None
+        assert "<tool_call>" in answer.text
+        result = {"role": "tool", "tool_call_id": call["id"], "content": "Rain."}
+        history = [*QUESTION, answer.message, result]
+        next_answer = llm.chat(history, Sampling(max_new_tokens=4), tools=[TOOL])
+        assert next_answer.message == {"role": "assistant", "content": next_answer.text}
+        structured = llm.chat(QUESTION, sampling, response_format=FORMAT)
+        assert json.loads(structured.message["content"])["days"] in (1, 2)
+        thinking = llm.chat(
+            QUESTION, Sampling(max_new_tokens=9), chat_template_kwargs={"thinking": True}
+        )
+        assert thinking.message["content"] == thinking.text
+        for options, words in (
+            ({"tools": [TOOL], "tool_choice": "always"}, ["tool_choice", "required"]),
+            ({"tools": [{"name": "weather"}]}, ["tools", "type"]),
+            ({"chat_template_kwargs": {"thinkin": 1}}, ["thinkin", "thinking"]),
+            ({"response_format": {"type": "json_schema"}}, ["json_schema"]),
+        ):
+            with pytest.raises(UserError) as error:
+                llm.chat(QUESTION, sampling, **options)
+            assert all(word in str(error.value) for word in words), str(error.value)
+
+
+@pytest.mark.skipif(not HAS_GRAMMARS, reason="no llguidance: run scripts/extra.sh serve")
+def test_lines_with_tools(tool_dir, tmp_path, capsys):
+    forced = {"tools": [TOOL], "tool_choice": "required", "parallel_tool_calls": False}
+    lines = [
+        {"messages": QUESTION, **forced},
+        {"messages": QUESTION, "response_format": FORMAT},
+        {"messages": QUESTION, "max_new_tokens": 3},
+    ]
+    prompts = tmp_path / "in.jsonl"
+    prompts.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    options = ["--temperature", "1", "--seed", "1", "--kv-memory", "32MB", "--dtype", "float32"]
+    command = ["generate", str(tool_dir), "--prompts", str(prompts), *options]
+    assert main(command) == 0
+    called, structured, plain = map(json.loads, capsys.readouterr().out.splitlines())
+    (call,) = called["message"]["tool_calls"]
+    assert json.loads(call["function"]["arguments"])["days"] in (1, 2)
+    assert json.loads(structured["text"])["days"] in (1, 2)
+    assert "message" not in plain
+    prompts.write_text(json.dumps({**lines[0], "tools": "weather"}))
+    assert main(command) == 1
+    assert "in.jsonl:1: tools" in capsys.readouterr().err
+
+
+def test_a_chat_with_tools_in_the_terminal(tmp_path):
+    """The user types the result of a call, and the model goes on."""
+    answers = [
+        {"role": "assistant", "content": None,
+         "tool_calls": [{"id": "call_1", "function": {"name": "weather", "arguments": '{"days": 1}'}}]},
+        {"role": "assistant", "content": "Rain."},
+    ]  # fmt: skip
+    asked = []
+
+    class Scripted:
+        def stream(self, record, sampling, stopped):
+            asked.append(json.loads(json.dumps(record)))
+            yield "..."
+            yield SimpleNamespace(message=answers[len(asked) - 1])
+
+    written = io.StringIO()
+    talk = Conversation(Scripted(), Sampling(), None, [TOOL])
+    said = iter(["Rome?", "It rains.", f"/save {tmp_path / 'chat.json'}", "/quit"])
+    talk.run(lambda: next(said), written.write)
+    assert 'call weather({"days": 1})' in written.getvalue()
+    result = {"role": "tool", "tool_call_id": "call_1", "content": "It rains."}
+    assert asked[1] == {"messages": [*QUESTION, answers[0], result], "tools": [TOOL]}
+    saved = json.loads((tmp_path / "chat.json").read_text())
+    assert saved == {"messages": [*QUESTION, answers[0], result, answers[1]], "tools": [TOOL]}

@@ -122,7 +122,9 @@ def make_text(draw):
         if draw.random() < 0.3
         else {}
     )
-    return ScheduledText(list(prompt), len(prompt), len(prompt) + draw.randint(1, 40), **whole)
+    limit = len(prompt) + draw.randint(1, 40)
+    priority = draw.choice((-1, 0, 0, 3))
+    return ScheduledText(list(prompt), len(prompt), limit, priority=priority, **whole)
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,11 @@ from typing import TYPE_CHECKING, Any
 
 from megatron.bridge.checkpoint import paths
 from megatron.bridge.cli.support import model_options
-from megatron.bridge.cli.support.options import add_model_options, add_sampling_options
+from megatron.bridge.cli.support.options import (
+    add_model_options,
+    add_sampling_options,
+    add_tool_parser,
+)
 from megatron.bridge.cli.support.output_files import OutputFile
 from megatron.bridge.cli.support.parser import NamedPaths, Parser
 from megatron.bridge.models.hf_pretrained import hub
@@ -31,8 +35,11 @@ EXAMPLES = """examples:
   megatron-bridge generate Qwen/Qwen2.5-VL-3B-Instruct --image chart.png --prompt "What does it show?"
 
 A line of a .jsonl file is an object with prompt, text or input (a text or token ids) or
-messages, with images as in training data; an id; and sampling parameters of its own. A line
-of another file is a prompt.
+messages, with images as in training data and with tools, response_format and so on as in
+OpenAI's API; an id; and sampling parameters of its own. A line of another file is a prompt.
+
+OpenAI's batch files (custom_id, method, url and body in each line) are recognized, and answered
+as `serve` answers: a line with an error does not end the command.
 """
 
 
@@ -74,6 +81,11 @@ def add_arguments(parser: Parser) -> None:
         metavar="NAME",
         help="name from --adapters for lines without adapter_name",
     )
+    parser.add_argument(
+        "--name",
+        help="name of the model in a batch file (default: the last part of PATH)",
+    )
+    add_tool_parser(parser)
     output = parser.add_argument_group("output")
     output.add_argument("-n", type=int, default=1, metavar="N", help="completions of each prompt")
     output.add_argument(
@@ -99,9 +111,80 @@ def run(args: argparse.Namespace) -> int:
         )
     if args.image and args.prompts is not None:
         raise UserError("--image is for --prompt: name the images of --prompts in its messages")
+    if args.prompts is not None and _is_batch_file(args.prompts):
+        _refuse_idle_options(args)
+        model_options.check_paths(args)
+        return _answer_batch(args)
+    if args.name:
+        raise UserError(f"--name {args.name} is for batch files: leave it out")
     sampling = model_options.sampling_values(args)
     model_options.check_paths(args)
     return _print_one(args, sampling) if args.prompts is None else _write_all(args, sampling)
+
+
+def _is_batch_file(path: Path) -> bool:
+    if path.suffix != ".jsonl":  # keeps --help and errors quick
+        return False
+    from megatron.bridge.inference.batch_files import is_batch_file
+
+    return is_batch_file(path)
+
+
+_OPTIONS_OF_BODIES = (
+    *("max_new_tokens", "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "seed"),
+    *("stop", "n", "logprobs", "prompt_logprobs", "ignore_eos", "chat", "adapter_name"),
+)
+"""Options that the body of each request in a batch file has instead."""
+
+
+def _refuse_idle_options(args: argparse.Namespace) -> None:
+    parser = Parser()
+    add_arguments(parser)
+    for name in _OPTIONS_OF_BODIES:
+        if getattr(args, name) != parser.get_default(name):
+            option = "-n" if name == "n" else f"--{name.replace('_', '-')}"
+            raise UserError(
+                f"{option}: each body of the batch file {args.prompts} says it: leave it out"
+            )
+    if args.media_root:
+        raise UserError(
+            f"--media-root: the images of the batch file {args.prompts} are inside it: leave it out"
+        )
+
+
+def _answer_batch(args: argparse.Namespace) -> int:
+    """Answer the requests of a batch file."""
+    from megatron.bridge.checkpoint.collective import on_first_rank
+    from megatron.bridge.inference.batch_files import BatchAnswers, answer_lines, read_batch
+    from megatron.bridge.inference.server.planner import RequestPlanner
+    from megatron.bridge.utils import distributed
+
+    name = args.name or Path(args.model).resolve().name
+    lines = read_batch(args.prompts, f"{_settings(args)} {name}")
+    if args.output is not None:
+        _check_output_folder(args.output)
+    with model_options.load(args) as llm:
+        adapters = tuple(args.adapters or ())
+        planner = RequestPlanner(name, llm.reader, llm.max_context, adapters, args.tool_parser)
+        is_first = distributed.rank() == 0
+        file = None
+        if is_first and args.output is not None:
+            file = BatchAnswers(args.output, lines)
+        done = on_first_rank(lambda: file.done if file else 0)
+        failed = 0
+        for record in answer_lines(llm, planner, lines[done:]):
+            failed += record["error"] is not None or record["response"]["status_code"] != 200
+            if file is not None:
+                file.append(record)
+            elif is_first:
+                sys.stdout.write(json.dumps(record, ensure_ascii=False) + "\n")
+                sys.stdout.flush()
+    if file is not None:
+        file.close()
+        resumed = f", {done} of them before" if done else ""
+        errors = f", {failed} errors" if failed else ""
+        sys.stdout.write(f"{len(lines)} answers: {args.output}{resumed}{errors}\n")
+    return 0
 
 
 def _print_one(args: argparse.Namespace, values: dict[str, Any]) -> int:
@@ -128,6 +211,8 @@ def _settings(args: argparse.Namespace) -> str:
         value = getattr(args, name, None)
         if value is not None and hub.is_megatron(value):
             values[name] = str(paths.resolve(value).resolve())
+    if args.tool_parser is not None:
+        values["tool_parser"] = args.tool_parser
     return json.dumps(values, sort_keys=True)
 
 
@@ -149,6 +234,11 @@ def _print_all(args: argparse.Namespace, lines: Sequence["PromptLine"]) -> int:
     return 0
 
 
+def _check_output_folder(output: Path) -> None:
+    if not output.parent.is_dir():
+        raise UserError(f"--output {output} cannot be written: create its folder first")
+
+
 def _write_all(args: argparse.Namespace, values: dict[str, Any]) -> int:
     from megatron.bridge.checkpoint.collective import on_first_rank
     from megatron.bridge.inference.prompt_files import CompletionFile, read_prompts
@@ -157,8 +247,7 @@ def _write_all(args: argparse.Namespace, values: dict[str, Any]) -> int:
     lines = read_prompts(args.prompts, values, args.chat)
     if args.output is None:
         return _print_all(args, lines)
-    if not args.output.parent.is_dir():
-        raise UserError(f"--output {args.output} cannot be written: create its folder first")
+    _check_output_folder(args.output)
     with model_options.load(args, media_root=args.media_root or str(args.prompts.parent)) as llm:
         first = distributed.rank() == 0
         file = CompletionFile(args.output, lines, _settings(args)) if first else None

@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 
 from megatron.bridge.cli.support import model_options
-from megatron.bridge.cli.support.options import add_model_options
+from megatron.bridge.cli.support.options import add_model_options, add_tool_parser
 from megatron.bridge.cli.support.parser import NamedPaths, Parser, count
 from megatron.bridge.utils.atomic import read_text
 from megatron.bridge.utils.errors import UserError
@@ -15,6 +15,7 @@ from megatron.bridge.utils.optional_imports import import_optional
 KEY_VARIABLE = "MEGATRON_BRIDGE_API_KEY"
 PACKAGES = ("fastapi", "uvicorn", "prometheus_client")
 _SHORTEST_KEY = 16
+_MOST_ADAPTERS = 32  # loaded at a time
 
 
 DESCRIPTION = (
@@ -39,6 +40,18 @@ def add_arguments(parser: Parser) -> None:
         action=NamedPaths,
         metavar="NAME=DIR",
         help="adapter and its name, which selects it as model in a request; repeatable",
+    )
+    parser.add_argument(
+        "--adapter-root",
+        type=Path,
+        metavar="DIR",
+        help="folder of adapters that clients may load and unload while the server runs",
+    )
+    parser.add_argument(
+        "--max-adapters",
+        type=count,
+        metavar="N",
+        help="adapters that may be loaded at a time with --adapter-root (32)",
     )
     server = parser.add_argument_group("server")
     server.add_argument(
@@ -86,11 +99,7 @@ def add_arguments(parser: Parser) -> None:
         choices=["last_token", "mean"],
         help="states that make an embedding (default: as the model declares, or last_token)",
     )
-    parser.add_argument(
-        "--tool-parser",
-        metavar="NAME",
-        help="format of tool calls, such as hermes (default: by the chat template)",
-    )
+    add_tool_parser(parser)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -105,6 +114,13 @@ def run(args: argparse.Namespace) -> int:
         )
     if not 0 <= args.port < 1 << 16:
         raise UserError(f"--port {args.port} must be from 0 to 65535: 0 takes a free one")
+    if args.max_adapters is not None and args.adapter_root is None:
+        raise UserError(f"--max-adapters {args.max_adapters} needs --adapter-root DIR: give both")
+    if args.adapter_root is not None and not args.adapter_root.is_dir():
+        raise UserError(f"--adapter-root {args.adapter_root}: there is no such folder")
+    most_adapters = 0
+    if args.adapter_root is not None:
+        most_adapters = args.max_adapters or _MOST_ADAPTERS
     config = ServeConfig(
         name=args.name or Path(args.model).resolve().name,
         host=args.host,
@@ -114,8 +130,14 @@ def run(args: argparse.Namespace) -> int:
         request_seconds=args.request_timeout,
         drain_seconds=args.drain_timeout,
         tool_parser=args.tool_parser,
+        adapter_root=args.adapter_root,
     )
-    options = {**model_options.llm_options(args), "embed": args.embed, "pooling": args.pooling}
+    options = {
+        **model_options.llm_options(args),
+        "max_adapters": most_adapters,
+        "embed": args.embed,
+        "pooling": args.pooling,
+    }
     serve(args.model, options, config)
     return 0
 

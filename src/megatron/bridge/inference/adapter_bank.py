@@ -2,6 +2,7 @@
 """Use several adapters on one base model: each text of a step uses its own adapter."""
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from megatron.bridge.models.chunk_info import chunk_info
 from megatron.bridge.peft import layers
 from megatron.bridge.peft.base import bare_chunks
 from megatron.bridge.peft.lora import LowRankPEFT
-from megatron.bridge.peft.targets import TOWER
+from megatron.bridge.peft.targets import TOWER, Site
 from megatron.bridge.utils.errors import UserError, did_you_mean
 
 
@@ -25,6 +26,14 @@ class AdapterNames:
         self.names = tuple(names)
         self.parts: list[tuple[str, Tensor | None, int]] = []
         """Name, rows (None for all rows), and the number of rows that are not padding."""
+
+    def add(self, name: str) -> None:
+        """Let texts choose another adapter."""
+        self.names = (*self.names, name)
+
+    def close(self, name: str) -> None:
+        """Refuse new texts with an adapter."""
+        self.names = tuple(other for other in self.names if other != name)
 
     def check(self, name: str | None) -> None:
         if name is not None and name not in self.names:
@@ -61,7 +70,7 @@ class AdapterBank(nn.Module):
     def __init__(self, names: AdapterNames, adapters: Mapping[str, nn.Module]) -> None:
         super().__init__()
         self._names = names
-        self._index = {name: index for index, name in enumerate(adapters)}
+        self.by_name = dict(adapters)
         self._adapters = nn.ModuleList(adapters.values())
 
     def forward(
@@ -71,9 +80,9 @@ class AdapterBank(nn.Module):
         # PyTorch uses different kernels for a transposed view and for rows selected from it
         x = x.reshape(len(x), -1)[:, None]
         for name, rows, count in self._names.parts:
-            if name not in self._index:
+            adapter = self.by_name.get(name)
+            if adapter is None:
                 continue
-            adapter = self._adapters[self._index[name]]
             if rows is None:
                 return adapter(base, x, counts, weights)
             part = adapter(base[rows], x[rows], counts, weights)
@@ -81,35 +90,103 @@ class AdapterBank(nn.Module):
         return base
 
 
+AddAdapter = Callable[[Path, Callable[[Any], None]], None]
+"""Attaches and loads the adapter at a path, unless the function refuses its method."""
+AdaptersOfLayers = dict[Any, tuple[Site, dict[str, nn.Module]]]
+"""For each layer with adapters, its site and its adapters by name."""
+
+
 def add_adapters(
-    chunks: Sequence[Any], adapters: Mapping[str, str], add: Callable[[Path], None]
+    chunks: Sequence[Any], adapters: Mapping[str, str], add: AddAdapter
 ) -> AdapterNames:
     """Attach several adapters (directories by name) to this rank's chunks; ``add`` attaches and loads one."""
     names = AdapterNames(tuple(adapters))
-    adapters_by_module: dict[Any, dict[str, tuple[Any, nn.Module]]] = {}
+    adapters_of_layers: AdaptersOfLayers = {}
     for name, path in adapters.items():
-        add(Path(path))
-        for chunk in bare_chunks(list(chunks)):
-            info = chunk_info(chunk)
-            method = info.peft
-            info.peft = None
-            if not isinstance(method, LowRankPEFT) or method.modules_to_save:
-                raise UserError(
-                    f"adapter {name} replaces complete layers: merge it, or load it alone with --adapter"
-                )
-            for module in list(layers.adapted(chunk)):
-                _refuse_alone(name, module)
-                adapters_by_module.setdefault(module, {})[name] = (
-                    module.adapted_site,
-                    module.adapter,
-                )
-                layers.detach(module)
-    for by_name in adapters_by_module.values():
-        site = next(iter(by_name.values()))[0]
-        layers.attach(
-            site, AdapterBank(names, {name: adapter for name, (_, adapter) in by_name.items()})
-        )
+        _load_one(chunks, name, Path(path), add, adapters_of_layers)
+    _attach_banks(adapters_of_layers, names)
     return names
+
+
+def add_adapter(
+    chunks: Sequence[Any], names: AdapterNames, name: str, path: Path, add: AddAdapter
+) -> None:
+    """Attach one more adapter; if it cannot be used, the layers are as before.
+
+    Args:
+        chunks: This rank's chunks.
+        names: The adapters that they have.
+        name: Name of the new adapter.
+        path: Its directory.
+        add: Attaches and loads the adapter at a path.
+    """
+    adapters_of_layers = _detach_banks(chunks)
+    before = {layer: (site, dict(by_name)) for layer, (site, by_name) in adapters_of_layers.items()}
+    try:
+        _load_one(chunks, name, path, add, adapters_of_layers)
+    except BaseException:
+        _detach_all(chunks)
+        _attach_banks(before, names)
+        raise
+    _attach_banks(adapters_of_layers, names)
+
+
+def remove_adapter(chunks: Sequence[Any], names: AdapterNames, name: str) -> None:
+    """Remove an adapter that no text uses."""
+    adapters_of_layers = _detach_banks(chunks)
+    for _, by_name in adapters_of_layers.values():
+        by_name.pop(name, None)
+    left = {layer: entry for layer, entry in adapters_of_layers.items() if entry[1]}
+    _attach_banks(left, names)
+
+
+def _load_one(
+    chunks: Sequence[Any],
+    name: str,
+    path: Path,
+    add: AddAdapter,
+    adapters_of_layers: AdaptersOfLayers,
+) -> None:
+    """Load an adapter, and move it from the layers into ``adapters_of_layers``."""
+    add(path, partial(_refuse_complete_layers, name))
+    for chunk in bare_chunks(list(chunks)):
+        chunk_info(chunk).peft = None
+        for module in list(layers.adapted(chunk)):
+            _refuse_alone(name, module)
+            _, by_name = adapters_of_layers.setdefault(module, (module.adapted_site, {}))
+            by_name[name] = module.adapter.eval()
+            layers.detach(module)
+
+
+def _refuse_complete_layers(name: str, method: Any) -> None:
+    """Refuse an adapter that would change the base model."""
+    if not isinstance(method, LowRankPEFT) or method.modules_to_save:
+        raise UserError(
+            f"adapter {name} replaces complete layers: merge it, or load it alone with --adapter"
+        )
+
+
+def _detach_banks(chunks: Sequence[Any]) -> AdaptersOfLayers:
+    """Remove the adapters of all layers and return them."""
+    adapters_of_layers: AdaptersOfLayers = {}
+    for chunk in bare_chunks(list(chunks)):
+        for module in list(layers.adapted(chunk)):
+            adapters_of_layers[module] = (module.adapted_site, dict(module.adapter.by_name))
+            layers.detach(module)
+    return adapters_of_layers
+
+
+def _detach_all(chunks: Sequence[Any]) -> None:
+    """Remove what a failed load has attached."""
+    for chunk in bare_chunks(list(chunks)):
+        chunk_info(chunk).peft = None
+        for module in list(layers.adapted(chunk)):
+            layers.detach(module)
+
+
+def _attach_banks(adapters_of_layers: AdaptersOfLayers, names: AdapterNames) -> None:
+    for site, by_name in adapters_of_layers.values():
+        layers.attach(site, AdapterBank(names, by_name))
 
 
 def _refuse_alone(name: str, module: Any) -> None:

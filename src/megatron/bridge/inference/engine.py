@@ -67,7 +67,8 @@ class Detokenizer:
         )
         self._read = 0  # number of tokens whose text is known
         self._held = ""
-        self._starts: list[int] = []  # where the text of each token begins
+        self.offsets: list[int] = []
+        """Where the text of each token begins."""
         self.text = ""
         """The text returned so far."""
         self.stopped = False
@@ -76,16 +77,16 @@ class Detokenizer:
     def add(self, token: int) -> str:
         """Add a token and return the text that can no longer change."""
         self._ids.append(token)
-        self._starts.append(len(self.text) + len(self._held))
+        self.offsets.append(len(self.text) + len(self._held))
         return self._give_out(self._decode_new(final=False), final=False)
 
     def visible_tokens(self, is_over: bool) -> int:
         """Return the number of tokens whose text has been returned; those behind a stop text never are."""
         if self.stopped:
-            return bisect_left(self._starts, len(self.text))
+            return bisect_left(self.offsets, len(self.text))
         if is_over:
             return len(self._ids)
-        ends = [*self._starts[1 : self._read], len(self.text) + len(self._held)]
+        ends = [*self.offsets[1 : self._read], len(self.text) + len(self._held)]
         return bisect_right(ends[: self._read], len(self.text))
 
     def finish(self) -> str:
@@ -185,6 +186,13 @@ class InferenceJob:
     @property
     def is_over(self) -> bool:
         return self.completion.finish_reason is not None
+
+    @property
+    def visible_tokens(self) -> int:
+        """Number of tokens whose text has been returned; none of a stop text or behind it."""
+        if self.detokenizer is None or (self.is_over and not self.detokenizer.stopped):
+            return len(self.completion.tokens)
+        return self.detokenizer.visible_tokens(self.is_over)
 
 
 class Engine(AbstractContextManager["Engine"]):
@@ -305,7 +313,12 @@ class Engine(AbstractContextManager["Engine"]):
         wants_prompt = sampling.prompt_logprobs is not None and choice == 0
         limit = len(prompt) + sampling.max_new_tokens
         scored = sampling.score_from - 1 if wants_prompt else 0
-        text_options = {"scored": scored, "adapter": sampling.adapter_name, **image_facts}
+        text_options = {
+            "scored": scored,
+            "adapter": sampling.adapter_name,
+            "priority": sampling.priority,
+            **image_facts,
+        }
         text = ScheduledText(
             list(prompt), len(prompt), limit, wants_prompt, self._switch, **text_options
         )
@@ -325,6 +338,10 @@ class Engine(AbstractContextManager["Engine"]):
         """End a job; its completion keeps the tokens generated so far."""
         if not job.is_over:
             self._finish(job, "cancelled")
+
+    def uses_adapter(self, name: str) -> bool:
+        """Return whether a text that waits or runs has this adapter."""
+        return any(job.text.adapter == name for job in self._jobs.values())
 
     def plain_weights(self) -> AbstractContextManager[None]:
         """Restore the values of the parameters inside the context; see ``EngineConfig.pack``."""
@@ -461,7 +478,10 @@ class Engine(AbstractContextManager["Engine"]):
         if job.detokenizer is not None:
             job.piece += job.detokenizer.finish()
             job.completion.text = job.detokenizer.text
+            job.completion.text_offsets = job.detokenizer.offsets
         job.completion.finish_reason = reason
+        job.completion.visible_tokens = job.visible_tokens
+        job.completion.cached_tokens = job.text.cached
         self.lanes[job.lane].remove(job.text)
         del self._jobs[id(job.text)]
 

@@ -9,8 +9,10 @@ import math
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Self
 
+from megatron.bridge.inference.conversations.tool_parsers import find_tool_format
 from megatron.bridge.inference.requests import (
     GRAMMAR_FAILED,
     NOT_FINITE,
@@ -22,6 +24,7 @@ from megatron.bridge.utils import distributed
 from megatron.bridge.utils.errors import UserError
 
 if TYPE_CHECKING:
+    from megatron.bridge.inference.conversations.answer_reader import AnswerFormat
     from megatron.bridge.inference.prompts import Messages, Prompt, PromptReader
     from megatron.bridge.inference.refit.replacement import WeightStep
 
@@ -51,8 +54,10 @@ class LLM:
         adapter: run with adapters, one of its checkpoints, or a directory in ``peft`` format. ``none`` leaves out an
             adapter that is in the folder of the model.
         adapters: several adapters by name; ``Sampling.adapter_name`` chooses one for each prompt.
+        max_adapters: maximum number of adapters that ``load_adapter`` may make of them; 0 for no changes.
         tokenizer: directory or hub id of another tokenizer.
         template: chat template to use instead of the tokenizer's.
+        tool_parser: format of calls of tools in answers; None uses the one of the chat template.
         media_root: folder that must contain the images of prompts; None allows any path.
         max_context: tokens of a prompt and its completion; None uses the model's maximum.
         max_requests: texts that are computed at the same time.
@@ -79,8 +84,10 @@ class LLM:
         dtype: str | None = None,
         adapter: str | None = None,
         adapters: Mapping[str, str] | None = None,
+        max_adapters: int = 0,
         tokenizer: str | None = None,
         template: str | None = None,
+        tool_parser: str | None = None,
         media_root: str | None = None,
         max_context: int | None = None,
         max_requests: int = 32,
@@ -94,9 +101,13 @@ class LLM:
         trust_checkpoint: bool = False,
     ) -> None:
         options = {key: value for key, value in locals().items() if key not in ("self", "path")}
+        if tool_parser is not None:
+            find_tool_format("", tool_parser)  # refuses unknown names
         self._cleanup = ExitStack()
         self._workers: Any = None
         self._replacement: Any = None
+        if max_adapters < 0:
+            raise UserError(f"max_adapters={max_adapters} must be at least 0")
         process_count = check_sizes(
             tp, pp, ep, etp, max_requests, chunk, 1 if rows is None else rows
         )
@@ -142,9 +153,12 @@ class LLM:
         if model.hf is not None and reader.template is not None:
             ends |= reader.end_of_turn()
         same = {name: options[name] for name in _ENGINE}
+        # recorded steps have no adapters that come later
+        same["graphs"] = same["graphs"] and not options["max_adapters"]
         same["rows"] = same["rows"] or (8192 if has_cuda() else 1024)
         config = EngineConfig(context, model.vocabulary, frozenset(ends), pack=True, **same)
         self.reader = reader
+        self._tool_parser = options["tool_parser"]
         self.max_context = context
         self.declared_ends = declared_ends(model.folder)
         pixels = reader.pixels if model.media else None
@@ -153,6 +167,56 @@ class LLM:
         allocator.trim()  # packing has freed the weights as they were read
         self._bridge = model.bridge
         self._chunks = model.chunks
+        self._make_adapter_changes(options["adapter"], options["max_adapters"])
+
+    def _make_adapter_changes(self, adapter: str | None, most: int) -> None:
+        from megatron.bridge.inference.adapter_changes import AdapterChanges
+
+        self.adapter_changes: AdapterChanges | None = None
+        if not most:
+            return
+        if adapter not in (None, "none"):
+            raise UserError(
+                f"adapter={adapter} applies to all texts, so max_adapters={most} cannot add others: use adapters"
+            )
+        if len(self.engine.adapters.names) > most:
+            raise UserError(
+                f"max_adapters={most} is less than the {len(self.engine.adapters.names)} adapters: increase it"
+            )
+        self.adapter_changes = AdapterChanges(self.engine, self._bridge, self._chunks, most)
+
+    def load_adapter(self, name: str, path: str) -> None:
+        """Load an adapter; ``Sampling.adapter_name`` then chooses it.
+
+        Args:
+            name: Name of the adapter.
+            path: Directory in ``peft`` format, run with adapters, or one of its checkpoints.
+        """
+        self._change_adapters(name, path)
+
+    def unload_adapter(self, name: str) -> None:
+        """Unload an adapter, whose name can then be that of another one."""
+        self._change_adapters(name, None)
+
+    def _change_adapters(self, name: str, path: str | None) -> None:
+        steps = (
+            self.adapter_step(name, path)
+            if self._workers is None
+            else self._workers.iterate("adapter_step", (name, path))
+        )
+        for _ in steps:
+            pass
+
+    def adapter_step(self, name: str, path: str | None) -> Iterator[None]:
+        """Apply ``load_adapter``, or ``unload_adapter`` if ``path`` is None, on each rank."""
+        if self.adapter_changes is None:
+            raise UserError("adapters are fixed: create the LLM with max_adapters")
+        if path is not None:
+            self.adapter_changes.load(name, path)
+        else:
+            self.adapter_changes.close(name)
+            self.adapter_changes.remove_unused()
+        yield from ()
 
     @property
     def hf(self) -> Any:
@@ -197,24 +261,83 @@ class LLM:
         if self._workers is not None:
             yield from self._workers.iterate("generate_each", (prompts, sampling, places))
             return
-        how = (
+        samplings = (
             [sampling or Sampling()] * len(prompts)
             if not isinstance(sampling, Sequence)
             else list(sampling)
         )
-        if len(how) != len(prompts):
+        if len(samplings) != len(prompts):
             raise UserError(
-                f"{len(prompts)} prompts and {len(how)} samplings: give one for each, or one for all"
+                f"{len(prompts)} prompts and {len(samplings)} samplings: give one for each, or one for all"
             )
-        tokens = [
-            self._tokens(prompt, places[index] if places else f"prompt {index}", prompt_sampling)
-            for index, (prompt, prompt_sampling) in enumerate(zip(prompts, how, strict=True))
+        planned = [
+            self._plan(prompt, places[index] if places else f"prompt {index}", prompt_sampling)
+            for index, (prompt, prompt_sampling) in enumerate(zip(prompts, samplings, strict=True))
         ]
-        yield from self._complete(tokens, how)
+        for completions in self._complete(planned):
+            assert not isinstance(completions, str), "refused prompts have raised an error"
+            _refuse_failed(completions)
+            yield completions
 
-    def chat(self, messages: "Messages", sampling: Sampling | None = None) -> Completion:
-        """Answer a conversation, whose messages have ``role`` and ``content`` as in OpenAI's API."""
-        return next(iter(self.generate_each([messages], sampling)))[0]
+    def complete_each(
+        self, prompts: Sequence[list[int]], samplings: Sequence[Sampling]
+    ) -> Iterator[list[Completion] | str]:
+        """Complete prompts of which some may be invalid.
+
+        Yields the completions of each prompt, in order; for an invalid prompt, the message of its error. The
+        ``finish_reason`` of a completion says whether it has failed.
+        """
+        if self._workers is not None:
+            yield from self._workers.iterate("complete_each", (prompts, samplings))
+            return
+        planned: list[_PlannedPrompt | str] = []
+        for prompt, sampling in zip(prompts, samplings, strict=True):
+            try:
+                self.engine.check(prompt, sampling)
+            except UserError as error:
+                planned.append(str(error))
+            else:
+                planned.append(_PlannedPrompt(prompt, sampling))
+        yield from self._complete(planned)
+
+    def chat(
+        self,
+        messages: "Messages",
+        sampling: Sampling | None = None,
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        tool_choice: str | Mapping[str, Any] | None = None,
+        parallel_tool_calls: bool | None = None,
+        response_format: Mapping[str, Any] | None = None,
+        reasoning_effort: str | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+    ) -> Completion:
+        """Answer a conversation.
+
+        The answer's ``message`` has ``content``, ``reasoning_content`` and ``tool_calls``; append it to the messages
+        to go on. All arguments have the form of OpenAI's API.
+
+        Args:
+            messages: Messages with ``role`` and ``content``, or a record with ``messages`` and images.
+            sampling: How to generate the answer.
+            tools: Functions that the model may call.
+            tool_choice: ``none``, ``auto``, ``required``, or the function to call.
+            parallel_tool_calls: False returns only the first call.
+            response_format: Structure of the answer.
+            reasoning_effort: For chat templates that read it.
+            chat_template_kwargs: Variables of the chat template.
+        """
+        options = {
+            "tools": None if tools is None else list(tools),
+            "tool_choice": tool_choice,
+            "parallel_tool_calls": parallel_tool_calls,
+            "response_format": response_format,
+            "reasoning_effort": reasoning_effort,
+            "chat_template_kwargs": chat_template_kwargs,
+        }
+        record = dict(messages) if isinstance(messages, Mapping) else {"messages": messages}
+        record |= {name: value for name, value in options.items() if value is not None}
+        return next(iter(self.generate_each([record], sampling)))[0]
 
     def stream(
         self,
@@ -226,8 +349,8 @@ class LLM:
         if self._workers is not None:
             yield from self._workers.iterate("stream", (prompt, sampling), stopped)
             return
-        how = sampling or Sampling()
-        job = self.engine.enqueue(self._tokens(prompt, "the prompt", how), how)[0]
+        planned = self._plan(prompt, "the prompt", sampling or Sampling())
+        job = self.engine.enqueue(planned.tokens, planned.sampling)[0]
         try:
             while not job.is_over:
                 self.engine.step()
@@ -238,6 +361,7 @@ class LLM:
         finally:
             self.engine.cancel(job)
         _refuse_failed([job.completion])
+        planned.add_message(job.completion)
         yield job.completion
 
     def logprobs(
@@ -270,32 +394,82 @@ class LLM:
         self._replacement.take(step)
         yield from ()
 
-    def _tokens(self, prompt: "Prompt | Messages", location: str, sampling: Sampling) -> list[int]:
-        """Return the tokens of a prompt or a conversation after the engine has checked them."""
-        tokens = self.reader.tokens(prompt, location)
+    def _plan(
+        self, prompt: "Prompt | Messages", location: str, sampling: Sampling
+    ) -> "_PlannedPrompt":
+        """Return what to compute for a prompt or a conversation after the engine has checked it."""
+        from megatron.bridge.inference.prompts import is_conversation
+
+        if is_conversation(prompt):
+            planned = self._plan_conversation(prompt, location, sampling)  # pyright: ignore[reportArgumentType]
+        else:
+            planned = _PlannedPrompt(self.reader.tokens(prompt, location), sampling)
         try:
-            self.engine.check(tokens, sampling)
+            self.engine.check(planned.tokens, planned.sampling)
         except UserError as error:
             raise UserError(f"{location}: {error}") from error
-        return tokens
+        return planned
+
+    def _plan_conversation(
+        self, conversation: "Messages", location: str, sampling: Sampling
+    ) -> "_PlannedPrompt":
+        from megatron.bridge.inference.conversations.planning import plan_conversation
+
+        plan, sampling = plan_conversation(
+            self.reader, conversation, sampling, self._tool_parser, location
+        )
+        return _PlannedPrompt(plan.prompt, sampling, True, plan.answer_format)
 
     def _complete(
-        self, prompts: list[list[int]], how: list[Sampling]
-    ) -> Iterator[list[Completion]]:
+        self, planned: "Sequence[_PlannedPrompt | str]"
+    ) -> Iterator[list[Completion] | str]:
+        """Yield the completions of each prompt, and the text of each refusal."""
         jobs = [
-            self.engine.enqueue(prompt, sampling)
-            for prompt, sampling in zip(prompts, how, strict=True)
+            [] if isinstance(prompt, str) else self.engine.enqueue(prompt.tokens, prompt.sampling)
+            for prompt in planned
         ]
         try:
-            for choices in jobs:
+            for prompt, choices in zip(planned, jobs, strict=True):
+                if isinstance(prompt, str):
+                    yield prompt
+                    continue
                 while not all(job.is_over for job in choices):
                     self.engine.step()
                 completions = [job.completion for job in choices]
-                _refuse_failed(completions)
+                for completion in completions:
+                    prompt.add_message(completion)
                 yield completions
         finally:
             for job in (job for choices in jobs for job in choices):
                 self.engine.cancel(job)
+
+
+@dataclass(frozen=True)
+class _PlannedPrompt:
+    """What to compute for a prompt.
+
+    Attributes:
+        tokens: Token ids.
+        sampling: Sampling of the completions.
+        is_conversation: Whether the completions are answers to a conversation.
+        answer_format: How to read such an answer; None if all of it is content.
+    """
+
+    tokens: list[int]
+    sampling: Sampling
+    is_conversation: bool = False
+    answer_format: "AnswerFormat | None" = None
+
+    def add_message(self, completion: Completion) -> None:
+        """Set the message of a completion that answers a conversation."""
+        if not self.is_conversation:
+            return
+        from megatron.bridge.inference.conversations.answer_messages import MessageWriter
+
+        # equal on all ranks, because later prompts have the ids
+        id_seed = f"{completion.prompt_tokens} {completion.tokens}"
+        writer = MessageWriter(self.answer_format, id_seed)
+        completion.message = writer.write_message(completion.text)
 
 
 def _refuse_failed(completions: Sequence[Completion]) -> None:

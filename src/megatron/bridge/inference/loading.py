@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Load a model for decoding from a Hugging Face model, a Megatron checkpoint, or an adapter and its base model."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -105,9 +105,11 @@ def load(
         wrap_with_ddp=False, pre_wrap_hook=source.hook, **precision
     )
     if adapter is not None:
-        _add_adapter(bridge, chunks, Path(adapter))
+        attach_adapter(bridge, chunks, Path(adapter))
     names = (
-        add_adapters(chunks, adapters, partial(_add_adapter, bridge, chunks)) if adapters else None
+        add_adapters(chunks, adapters, partial(attach_adapter, bridge, chunks))
+        if adapters
+        else None
     )
     for chunk in chunks:
         chunk.eval()
@@ -248,14 +250,30 @@ def _load_tokenizer(folder: Path | None, given: str | None, trust_remote_code: b
     return load_hf_tokenizer(str(folder), trust_remote_code)
 
 
-def _add_adapter(bridge: AutoBridge | None, chunks: list[Any], path: Path) -> None:
+def attach_adapter(
+    bridge: AutoBridge | None,
+    chunks: list[Any],
+    path: Path,
+    check_method: Callable[[Any], None] | None = None,
+) -> None:
+    """Attach the adapter at a path to this rank's chunks, and load its weights.
+
+    Args:
+        bridge: Bridge of the base model; None for a Megatron checkpoint.
+        chunks: This rank's chunks.
+        path: Directory in ``peft`` format, run with adapters, or one of its checkpoints.
+        check_method: May refuse the method of the adapter before the model changes.
+    """
     path = storage.local(path)
-    if hub.is_peft_adapter(path):
-        if bridge is None:
-            raise UserError(
-                f"the adapter {path} is in the format of peft, which needs a Hugging Face base model"
-            )
-        hf_adapter.peft_for(bridge, path)(chunks, training=False)
-        bridge.load_hf_adapter(chunks, path)
+    if not hub.is_peft_adapter(path):
+        load_adapters(chunks, path, check_method=check_method)
         return
-    load_adapters(chunks, path)
+    if bridge is None:
+        raise UserError(
+            f"the adapter {path} is in the format of peft, which needs a Hugging Face base model"
+        )
+    method = hf_adapter.peft_for(bridge, path)
+    if check_method is not None:
+        check_method(method)
+    method(chunks, training=False)
+    bridge.load_hf_adapter(chunks, path)

@@ -4,13 +4,14 @@
 import hashlib
 import json
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import IO, Any
 
 from megatron.bridge.data.records.jsonl import open_data, parse_record
 from megatron.bridge.data.records.media_parts import MEDIA_KEYS
+from megatron.bridge.inference.conversations.options import OPTION_NAMES, read_options
 from megatron.bridge.inference.prompts import Messages, Prompt
 from megatron.bridge.inference.requests import Completion, Sampling, TokenLogprob
 from megatron.bridge.utils.errors import UserError, did_you_mean
@@ -81,7 +82,8 @@ def _parse_line(
             f"{location}: has {' and '.join(given) or 'no prompt'}: give one of {', '.join(_PROMPTS)}"
         )
     media = MEDIA_KEYS if given == ["messages"] else ()
-    known = (*given, "id", *_OVERRIDES, *media)
+    options = OPTION_NAMES if given == ["messages"] else ()
+    known = (*given, "id", *_OVERRIDES, *media, *options)
     for key in record:
         if key not in known:
             raise UserError(f"{location}: unknown key {key}{did_you_mean(key, known)}")
@@ -94,8 +96,12 @@ def _parse_line(
         raise UserError(
             f"{location}: {given[0]} must be a text or a list of token ids, not {type(prompt).__name__}"
         )
-    if media_of_line := {key: record[key] for key in media if key in record}:
-        prompt = {"messages": prompt, **media_of_line}
+    options_of_line = {key: record[key] for key in options if key in record}
+    if options_of_line:
+        _check_options(options_of_line, location)
+    media_of_line = {key: record[key] for key in media if key in record}
+    if options_of_line or media_of_line:
+        prompt = {"messages": prompt, **media_of_line, **options_of_line}
     if chat and isinstance(prompt, str):
         prompt = [{"role": "user", "content": prompt}]
     name = record.get("id", line_number)
@@ -112,10 +118,62 @@ def _parse_line(
     )
 
 
+def _check_options(options: Mapping[str, Any], location: str) -> None:
+    """Refuse wrong options of a conversation before the model is loaded."""
+    try:
+        read_options(options)
+    except UserError as error:
+        raise UserError(f"{location}: {error}") from error
+
+
 def _is_prompt(value: Any) -> bool:
     return isinstance(value, str) or (
         isinstance(value, list) and all(type(token) is int for token in value)
     )
+
+
+@dataclass(frozen=True)
+class LineMark:
+    """What an output line must say for an input line to be done."""
+
+    id: str | int | None  # name of the input line
+    digest: str  # of all that decides the output
+
+
+class ResumableFile:
+    """Output lines, one for each input line in the same order, after those that an interrupted command left.
+
+    Args:
+        path: File to create or to continue.
+        marks: The marks of all lines.
+        read_mark: Returns the name and the digest that an output line has.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        marks: Sequence[LineMark],
+        read_mark: Callable[[Mapping[str, Any]], tuple[Any, Any]],
+    ) -> None:
+        self.path = path
+        try:
+            old = path.read_bytes() if path.exists() else b""
+            complete_lines = old[: old.rfind(b"\n") + 1]
+            self.done = _check_done(path, complete_lines.splitlines(), marks, read_mark)
+            self._file: IO[bytes] = path.open("r+b" if path.exists() else "wb")
+            self._file.truncate(len(complete_lines))
+            self._file.seek(len(complete_lines))
+        except OSError as error:
+            raise UserError(f"--output {path} cannot be written: {error.strerror}") from error
+
+    def append(self, record: Mapping[str, Any]) -> None:
+        """Write one line and flush it to disk."""
+        self._file.write((json.dumps(record, ensure_ascii=False) + "\n").encode())
+        self._file.flush()
+        os.fsync(self._file.fileno())
+
+    def close(self) -> None:
+        self._file.close()
 
 
 class CompletionFile:
@@ -130,24 +188,17 @@ class CompletionFile:
     """
 
     def __init__(self, path: Path, lines: Sequence[PromptLine], settings: str = "") -> None:
-        self.path = path
         self._settings = settings
-        try:
-            old = path.read_bytes() if path.exists() else b""
-            complete_lines = old[: old.rfind(b"\n") + 1]
-            self.done = _check_done(path, complete_lines.splitlines(), lines, settings)
-            self._file: IO[bytes] = path.open("r+b" if path.exists() else "wb")
-            self._file.truncate(len(complete_lines))
-            self._file.seek(len(complete_lines))
-        except OSError as error:
-            raise UserError(f"--output {path} cannot be written: {error.strerror}") from error
+        marks = [LineMark(line.id, request_digest(line, settings)) for line in lines]
+        self._file = ResumableFile(
+            path, marks, lambda record: (record.get("id"), record.get(REQUEST))
+        )
+        self.done = self._file.done
 
     def append(self, line: PromptLine, completions: Sequence[Completion]) -> None:
         """Write one line and flush it to disk."""
-        record = as_record(line, completions) | {REQUEST: request_digest(line, self._settings)}
-        self._file.write((json.dumps(record, ensure_ascii=False) + "\n").encode())
-        self._file.flush()
-        os.fsync(self._file.fileno())
+        digest = request_digest(line, self._settings)
+        self._file.append(as_record(line, completions) | {REQUEST: digest})
 
     def close(self) -> None:
         self._file.close()
@@ -155,25 +206,34 @@ class CompletionFile:
 
 def request_digest(line: PromptLine, settings: str) -> str:
     """Return a digest of a prompt, its sampling parameters and the settings of the command."""
-    content = [line.prompt, asdict(line.sampling), settings]
+    sampling = asdict(line.sampling)
+    del sampling["priority"]  # changes no token
+    return digest_of([line.prompt, sampling, settings])
+
+
+def digest_of(content: Any) -> str:
+    """Return a short digest of what decides an output line."""
     text = json.dumps(content, sort_keys=True, default=str)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 def _check_done(
-    path: Path, old: Sequence[bytes], lines: Sequence[PromptLine], settings: str
+    path: Path,
+    old: Sequence[bytes],
+    marks: Sequence[LineMark],
+    read_mark: Callable[[Mapping[str, Any]], tuple[Any, Any]],
 ) -> int:
     """Return the number of completed lines; refuse a file whose lines are not of these prompts and settings."""
     for line_number, raw in enumerate(old, start=1):
-        record = parse_record(raw, f"{path}:{line_number}")
-        if line_number > len(lines) or record.get("id") != lines[line_number - 1].id:
+        line_id, digest = read_mark(parse_record(raw, f"{path}:{line_number}"))
+        if line_number > len(marks) or line_id != marks[line_number - 1].id:
             raise UserError(
-                f"{path}:{line_number} has id={record.get('id')!r}, but the prompt of that line has "
+                f"{path}:{line_number} has id={line_id!r}, but the prompt of that line has "
                 "another id: remove the file, or choose another --output"
             )
-        if record.get(REQUEST) != request_digest(lines[line_number - 1], settings):
+        if digest != marks[line_number - 1].digest:
             raise UserError(
-                f"{path}:{line_number} with id={record.get('id')!r} was completed from another prompt, "
+                f"{path}:{line_number} with id={line_id!r} was completed from another prompt, "
                 "with other sampling parameters or by another model: remove the file, or choose another --output"
             )
     return len(old)
@@ -191,6 +251,9 @@ def _completion_record(completion: Completion, sampling: Sampling) -> dict[str, 
         "finish_reason": completion.finish_reason,
         "tokens": completion.tokens,
     }
+    message = completion.message
+    if message is not None and message != {"role": "assistant", "content": completion.text}:
+        record["message"] = message
     if not sampling.is_greedy:
         record["seed"] = completion.seed
     for name in ("logprobs", "prompt_logprobs"):

@@ -119,12 +119,20 @@ __all__ = [
     "declared_ends",
     "end_of_turn",
     "end_tokens",
+    "is_conversation",
     "parse_chat",
 ]
 
 Prompt = str | list[int]  # a text, or token ids
 Messages = list[dict[str, Any]] | Mapping[str, Any]
 """Messages with ``role`` and ``content``, or a record with ``messages`` and ``images``."""
+
+
+def is_conversation(prompt: Any) -> bool:
+    """Return whether a prompt is ``Messages`` instead of a text or token ids."""
+    if isinstance(prompt, Mapping):
+        return True
+    return isinstance(prompt, list) and bool(prompt) and isinstance(prompt[0], dict)
 
 
 def as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
@@ -195,9 +203,7 @@ class PromptReader:
             location: What messages of errors begin with.
             continues: The last message is the beginning of the answer, which the model continues.
         """
-        if isinstance(prompt, Mapping) or (
-            isinstance(prompt, list) and prompt and isinstance(prompt[0], dict)
-        ):
+        if is_conversation(prompt):
             return self._of_chat(prompt, location, continues)  # type: ignore[arg-type]
         if isinstance(prompt, list) and all(isinstance(token, int) for token in prompt):
             return prompt  # type: ignore[return-value]
@@ -231,11 +237,15 @@ class PromptReader:
                 raise
             return template.prompt(_with_argument_texts(chat), location, continues)
 
-    def _of_chat(self, messages: Messages, location: str, continues: bool) -> list[int]:
+    def check_tokenizer(self, location: str) -> None:
+        """Refuse conversations if the model has no tokenizer; ``location`` is what the message begins with."""
         if self.hf is None:
             raise UserError(
                 f"{location}: a conversation needs a tokenizer, which the model does not have"
             )
+
+    def _of_chat(self, messages: Messages, location: str, continues: bool) -> list[int]:
+        self.check_tokenizer(location)
         chat = parse_chat(messages, location)
         if chat.images:
             return self._with_images(chat, location, continues)

@@ -58,6 +58,7 @@ class Sampling:
     logprobs: int | None = None
     prompt_logprobs: int | None = None  # the same for the tokens of the prompt after the first
     score_from: int = 1  # index of the first token of the prompt whose log-probability is returned
+    priority: int = 0  # of waiting texts, those with the lowest number run first; changes no token
     # tokens before which the end tokens, ``stop_ids`` and ``stop`` do not end the completion
     min_new_tokens: int = 0
 
@@ -169,6 +170,7 @@ _RULES: dict[str, tuple[Any, str, Any]] = {
     "logit_bias": (Mapping, "a mapping of token ids to numbers", lambda _: True),
     "grammar": (str, "a grammar in the notation of Lark", lambda value: bool(value.strip())),
     "seed": (int, "a whole number", lambda _: True),
+    "priority": (int, "a whole number: the lowest runs first", lambda _: True),
     "n": (int, f"from 1 to {MOST_CHOICES}", lambda value: 1 <= value <= MOST_CHOICES),
     "logprobs": (int, f"from 0 to {MOST_LOGPROBS}", lambda value: 0 <= value <= MOST_LOGPROBS),
     "score_from": (int, "a number of at least 1", _at_least(1)),
@@ -210,3 +212,11 @@ class Completion:
     weight_versions: list[int] = field(
         default_factory=list
     )  # number of weight updates before each of ``tokens``
+    # tokens of the prompt that were not computed again; equal completions may differ in it
+    cached_tokens: int = field(default=0, compare=False)
+    # where in the text each of ``tokens`` begins; an end token has no text
+    text_offsets: list[int] = field(default_factory=list)
+    visible_tokens: int = 0  # number of ``tokens`` before a stop text
+    message: dict[str, Any] | None = None
+    """The answer to a conversation in OpenAI's form, with ``content``, ``reasoning_content`` and
+    ``tool_calls``; None for other prompts."""

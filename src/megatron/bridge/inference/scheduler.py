@@ -7,7 +7,7 @@ same chunks, its generated tokens one by one. A prompt with images, or with toke
 chunk and does not share its caches. Therefore, a text does not depend on the rest of the batch.
 """
 
-from bisect import bisect_left, insort
+from bisect import bisect_left, bisect_right, insort
 from collections import OrderedDict, deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -105,10 +105,14 @@ class ScheduledText:
         0  # number of tokens at the start that are computed in chunks instead of one by one
     )
     computed: int = 0  # number of tokens in the caches
+    was_admitted: bool = False  # whether it has been admitted before
+    cached: int = 0  # number of prompt tokens that were in the caches at its first admission
     extent: int | None = None  # first token in the caches; None without memory
     slot: int | None = None  # index of recurrent states; None without memory
     shares: bool = True  # whether other texts may reuse its caches
     adapter: str | None = None  # name of its adapter
+    priority: int = 0  # of waiting texts, the one with the lowest number runs first
+    arrival: int = 0  # number of texts that came before it
     images: Any = None  # images of the prompt
     ahead: list[int] | None = (
         None  # number of later tokens that each prompt token attends to; None if causal
@@ -227,6 +231,7 @@ class Scheduler:
         self.running: list[ScheduledText] = []
         self.prefix_queries = 0  # tokens of prompts for which cached prefixes were looked up
         self.prefix_hits = 0  # tokens of these that were not computed again
+        self._arrivals = 0  # number of texts so far
         self._slots = list(range(limits.requests))[::-1]
         self._over: OrderedDict[int, ScheduledText] = OrderedDict()  # by extent, oldest first
         self._chunks: dict[
@@ -237,7 +242,14 @@ class Scheduler:
         assert text.limit <= self.arena.size, (
             "Engine.check refuses texts that do not fit into the caches"
         )
-        self.waiting.append(text)
+        text.arrival = self._arrivals
+        self._arrivals += 1
+        self._enqueue(text)
+
+    def _enqueue(self, text: ScheduledText) -> None:
+        """Let a text wait in the order of priority, then of arrival."""
+        position = bisect_right(self.waiting, _order(text), key=_order)
+        self.waiting.insert(position, text)
 
     def remove(self, text: ScheduledText) -> None:
         """Remove a text that has ended or was canceled; the caches of its prompt stay while there is room."""
@@ -338,6 +350,9 @@ class Scheduler:
         text.extent = extent
         text.slot = self._slots.pop()
         text.computed = shared
+        if not text.was_admitted:
+            text.was_admitted = True
+            text.cached = shared
         if self.limits.reuses:
             self.prefix_queries += text.prompt_length
             self.prefix_hits += shared
@@ -392,7 +407,7 @@ class Scheduler:
         self._release(text)
         text.slot = None
         text.computed = 0
-        self.waiting.appendleft(text)
+        self._enqueue(text)
         remaining_work = [work for work in plan.work if work.text is not text]
         plan.work = []
         plan.rows = 0
@@ -419,6 +434,12 @@ class Scheduler:
         for text in self.running:
             text.shares = False
 
+    def forget_adapter(self, name: str) -> None:
+        """Stop reusing caches of texts with an adapter, whose name may get other weights."""
+        for text in list(self._over.values()):
+            if text.adapter == name:
+                self._release(text)
+
     def _donor(self, text: ScheduledText) -> tuple[ScheduledText | None, int]:
         """Return the text with the longest cached prefix of ``text``, and the length of that prefix."""
         best: tuple[ScheduledText | None, int] = None, 0
@@ -444,6 +465,10 @@ class Scheduler:
         for _, key in _prefix_hashes(text, text.prompt_length, self.limits.chunk):
             if self._chunks.get(key) is text:
                 del self._chunks[key]
+
+
+def _order(text: ScheduledText) -> tuple[int, int]:
+    return text.priority, text.arrival
 
 
 def _prefix_hashes(text: ScheduledText, stop: int, chunk: int) -> Iterator[tuple[int, int]]:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Checkpoints of adapters: the trained parameters, and the base weights that they belong to."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -58,10 +58,19 @@ def saved_base(checkpoint: str | Path) -> tuple[Path, dict[str, str] | None]:
     return directory, loading.load_common(directory).get("run", {}).get("base")
 
 
-def load_adapters(chunks: list[Any], checkpoint: Path, check_base: bool = True) -> None:
+def load_adapters(
+    chunks: list[Any],
+    checkpoint: Path,
+    check_base: bool = True,
+    check_method: Callable[[PEFT], None] | None = None,
+) -> None:
     """Attach the adapters of a checkpoint to their base model and load them.
 
-    ``check_base`` refuses a base model on which the adapters were not trained.
+    Args:
+        chunks: The base model.
+        checkpoint: A run or one of its checkpoints.
+        check_base: Refuse a base model on which the adapters were not trained.
+        check_method: May refuse the method of the adapters before the model changes.
     """
     directory, base = saved_base(checkpoint)
     if base is None:
@@ -75,6 +84,8 @@ def load_adapters(chunks: list[Any], checkpoint: Path, check_base: bool = True) 
         )
     method = from_plain(model_io.read_run_config(directory)["peft"], trust=unpickling.is_trusted())
     assert isinstance(method, PEFT), "a run with a base model has a PEFT method"
+    if check_method is not None:
+        check_method(method)
     method(chunks, training=False)
     verification.verify(directory)
     state = trained_state(chunks, model_io.stored_metadata(loading.load_common(directory)))

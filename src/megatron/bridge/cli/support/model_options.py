@@ -132,5 +132,9 @@ def llm_options(args: argparse.Namespace) -> dict[str, Any]:
         "trust_remote_code",
         "trust_checkpoint",
     )
-    named = {"adapters": getattr(args, "adapters", None), "template": _template(args)}
+    named = {
+        "adapters": getattr(args, "adapters", None),
+        "template": _template(args),
+        "tool_parser": getattr(args, "tool_parser", None),
+    }
     return {**named, **{name: getattr(args, name) for name in names}}

@@ -277,6 +277,15 @@ def add_sampling_options(
     )
 
 
+def add_tool_parser(parser: argparse.ArgumentParser) -> None:
+    """Add the format in which the model writes calls of tools."""
+    parser.add_argument(
+        "--tool-parser",
+        metavar="NAME",
+        help="format of tool calls, such as hermes (default: by the chat template)",
+    )
+
+
 def add_no_adapter(parser: argparse.ArgumentParser) -> None:
     """Add the choice to leave out an adapter that is stored with the weights of a model."""
     parser.add_argument(

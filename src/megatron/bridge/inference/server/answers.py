@@ -4,17 +4,15 @@
 import codecs
 import json
 import re
-import secrets
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
 
+from megatron.bridge.inference.conversations.answer_messages import MessageWriter
+from megatron.bridge.inference.conversations.answer_reader import AnswerFormat
 from megatron.bridge.inference.requests import TokenLogprob
-from megatron.bridge.inference.server.answer_reader import AnswerFormat
 from megatron.bridge.inference.server.engine_loop import ChoiceProgress
-from megatron.bridge.inference.server.tool_parsers import Call
 
 Json = dict[str, Any]
 
@@ -92,6 +90,9 @@ class Choice:
     logprobs: list[TokenLogprob] = field(default_factory=list)
     prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
     finish_reason: str | None = None
+    text_offsets: list[int] = field(default_factory=list)  # where each token begins in ``text``
+    cached_tokens: int = 0  # tokens of the prompt that were not computed again
+    reasoning_tokens: int = 0  # tokens of the answer between the marks of reasoning
 
     def add(self, progress: ChoiceProgress) -> None:
         self.text += progress.piece
@@ -99,15 +100,29 @@ class Choice:
         self.logprobs += progress.logprobs
         self.prompt_logprobs += progress.prompt_logprobs
         self.finish_reason = progress.finish_reason
+        self.text_offsets += progress.text_offsets
+        self.cached_tokens = progress.cached_tokens
 
 
 def usage(prompts: Sequence[Sequence[int]], choices: Sequence[Choice]) -> Json:
+    """Return the token counts of an answer.
+
+    Args:
+        prompts: Token ids of each prompt.
+        choices: The choices of the first prompt, those of the second, and so on.
+    """
     prompt = sum(map(len, prompts))
     completion = sum(choice.tokens for choice in choices)
+    # later choices of a prompt also reuse the first one, which is part of the same request
+    first_choices = choices[:: len(choices) // len(prompts)]
+    cached = sum(choice.cached_tokens for choice in first_choices)
+    reasoning = sum(choice.reasoning_tokens for choice in choices)
     return {
         "prompt_tokens": prompt,
         "completion_tokens": completion,
         "total_tokens": prompt + completion,
+        "prompt_tokens_details": {"cached_tokens": cached},
+        "completion_tokens_details": {"reasoning_tokens": reasoning},
     }
 
 
@@ -220,20 +235,12 @@ class ChatFormat:
     top: int | None = None
     answer_format: AnswerFormat | None = None  # how to read answers; None if all of them is content
     _begun: set[int] = field(default_factory=set[int])  # choices whose first token is written
-    _readers: dict[int, Any] = field(default_factory=dict[int, Any])  # by index of the choice
-    _calls: Counter[int] = field(default_factory=Counter[int])  # number of calls of each choice
+    _writers: dict[int, MessageWriter] = field(default_factory=dict[int, MessageWriter])
 
     def whole(self, choice: Choice) -> Json:
-        message: Json = {"role": "assistant", "content": choice.text, "refusal": None}
-        if self.answer_format is not None:
-            delta = self._read(choice, choice.text, is_over=True)
-            message["content"] = delta.get("content", None if "tool_calls" in delta else "")
-            if "reasoning_content" in delta:
-                message["reasoning_content"] = delta["reasoning_content"]
-            if "tool_calls" in delta:
-                message["tool_calls"] = delta["tool_calls"]
-                for call in message["tool_calls"]:
-                    del call["index"]
+        writer = self._writer(choice)
+        message = {**writer.write_message(choice.text), "refusal": None}
+        choice.reasoning_tokens = writer.count_reasoning_tokens(choice.text_offsets)
         return self._choice(choice, "message", message, choice.logprobs)
 
     def first_pieces(self, choice: Choice) -> list[Json]:
@@ -241,39 +248,20 @@ class ChatFormat:
         return [{"index": choice.index, "delta": delta, "logprobs": None, "finish_reason": None}]
 
     def piece(self, choice: Choice, progress: ChoiceProgress) -> Json | None:
-        delta: Json = {"content": progress.piece} if progress.piece else {}
-        if self.answer_format is not None:
-            delta = self._read(choice, progress.piece, progress.finish_reason is not None)
-        if not delta and not progress.logprobs and progress.finish_reason is None:
+        writer = self._writer(choice)
+        is_over = progress.finish_reason is not None
+        delta = writer.add(progress.piece, is_over)
+        if is_over:
+            choice.reasoning_tokens = writer.count_reasoning_tokens(choice.text_offsets)
+        if not delta and not progress.logprobs and not is_over:
             return None
         return self._choice(choice, "delta", delta, progress.logprobs)
 
-    def _read(self, choice: Choice, text: str, is_over: bool) -> Json:
-        """Return the parts of an answer that its next piece completes, as the fields of a delta."""
-        assert self.answer_format is not None
-        reader = self._readers.get(choice.index)
-        if reader is None:
-            reader = self._readers[choice.index] = self.answer_format.make_reader()
-        delta: Json = {}
-        for part in reader.add(text, is_over):
-            if isinstance(part, Call):
-                delta.setdefault("tool_calls", []).append(self._call(choice, part))
-            else:
-                name = "content" if part.kind == "content" else "reasoning_content"
-                delta[name] = delta.get(name, "") + part.text
-        return delta
-
-    def _call(self, choice: Choice, call: Call) -> Json:
-        assert self.answer_format is not None
-        index = self._calls[choice.index]
-        self._calls[choice.index] += 1
-        tool_format = self.answer_format.tool_format
-        is_short = tool_format is not None and tool_format.id_pattern == "short"
-        call_id = call.id or (
-            secrets.token_hex(5)[:9] if is_short else f"call_{secrets.token_hex(12)}"
-        )
-        function = {"name": call.name, "arguments": call.arguments}
-        return {"index": index, "id": call_id, "type": "function", "function": function}
+    def _writer(self, choice: Choice) -> MessageWriter:
+        """Return what writes the message of a choice."""
+        if choice.index not in self._writers:
+            self._writers[choice.index] = MessageWriter(self.answer_format)
+        return self._writers[choice.index]
 
     def _choice(
         self, choice: Choice, name: str, value: Json, logprobs: Sequence[TokenLogprob]
@@ -291,7 +279,7 @@ class ChatFormat:
         }
 
     def _finish_reason(self, choice: Choice) -> str | None:
-        has_calls = self._calls[choice.index] > 0
+        has_calls = self._writer(choice).call_count > 0
         return (
             "tool_calls" if has_calls and choice.finish_reason == "stop" else choice.finish_reason
         )

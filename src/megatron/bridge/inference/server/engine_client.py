@@ -13,10 +13,13 @@ from megatron.bridge.inference.server import engine_loop
 from megatron.bridge.inference.server.engine_loop import (
     Cancel,
     ChoiceProgress,
+    Command,
     Event,
     Load,
+    LoadAdapter,
     RefusedRequest,
     Submit,
+    UnloadAdapter,
 )
 from megatron.bridge.inference.workers import Workers
 from megatron.bridge.utils.errors import UserError
@@ -40,7 +43,7 @@ class EngineClient:
         self._loop = asyncio.get_running_loop()
         self._numbers = itertools.count()
         self._streams: dict[int, RequestStream] = {}
-        self._outbox: queue.SimpleQueue[Submit | Cancel] = queue.SimpleQueue()
+        self._outbox: queue.SimpleQueue[Command] = queue.SimpleQueue()
         self.load = Load()
         self.failure: str | None = None
         workers.start(engine_loop.run)
@@ -67,6 +70,30 @@ class EngineClient:
         self._streams[stream.id] = stream
         self._outbox.put(Submit(stream.id, prompt, sampling))
         return stream
+
+    async def load_adapter(self, name: str, path: str) -> None:
+        """Load an adapter on all ranks.
+
+        Raises:
+            UserError: The adapter cannot be used.
+            EngineGoneError: The engine has ended.
+        """
+        await self._change(lambda number: LoadAdapter(number, name, path))
+
+    async def unload_adapter(self, name: str) -> None:
+        """Unload an adapter when its last text has ended; no new text can use it meanwhile."""
+        await self._change(lambda number: UnloadAdapter(number, name))
+
+    async def _change(self, make_command: Callable[[int], Command]) -> None:
+        if self.failure is not None:
+            raise EngineGoneError(self.failure)
+        stream = RequestStream(self, next(self._numbers), 0)
+        self._streams[stream.id] = stream
+        self._outbox.put(make_command(stream.id))
+        try:
+            await stream.accepted()
+        finally:
+            stream.close()
 
     def forget(self, stream: "RequestStream") -> None:
         """Drop a request, so that the engine stops computing it."""

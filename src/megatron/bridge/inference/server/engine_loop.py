@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+from megatron.bridge.inference.adapter_changes import AdapterChanges
 from megatron.bridge.inference.engine import Engine, InferenceJob
 from megatron.bridge.inference.requests import FinishReason, Sampling, TokenLogprob
 from megatron.bridge.utils.distributed import broadcast_object
@@ -23,6 +24,26 @@ class Submit:
 @dataclass(frozen=True)
 class Cancel:
     id: int
+
+
+@dataclass(frozen=True)
+class LoadAdapter:
+    """Load the adapter in a directory."""
+
+    id: int
+    name: str
+    path: str
+
+
+@dataclass(frozen=True)
+class UnloadAdapter:
+    """Unload an adapter, which is accepted when its last text has ended."""
+
+    id: int
+    name: str
+
+
+Command = Submit | Cancel | LoadAdapter | UnloadAdapter
 
 
 @dataclass(frozen=True)
@@ -49,6 +70,8 @@ class ChoiceProgress:
     logprobs: list[TokenLogprob] = field(default_factory=list)
     prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
     finish_reason: FinishReason | None = None
+    text_offsets: list[int] = field(default_factory=list)  # of ``tokens`` that have a text
+    cached_tokens: int = 0  # tokens of the prompt that were not computed again
 
 
 Event = Accepted | RefusedRequest | ChoiceProgress
@@ -84,34 +107,60 @@ class _Sent:
     prompt_logprobs: int = 0
 
 
-def run(
-    llm: Any, receive: Callable[[float], list[Submit | Cancel]]
-) -> Iterator[tuple[list[Event], Load]]:
+def run(llm: Any, receive: Callable[[float], list[Command]]) -> Iterator[tuple[list[Event], Load]]:
     """Serve until the process ends, on every rank; ``receive`` returns the commands on rank 0."""
-    loop = EngineLoop(llm.engine)
+    loop = EngineLoop(llm.engine, llm.adapter_changes)
     while True:
         commands = broadcast_object(receive(0.0 if loop.is_busy else IDLE_SECONDS))
         yield [*loop.apply(commands), *loop.step()], loop.load()
 
 
 class EngineLoop:
-    """The jobs of an engine by request; the engine's context is entered, and no other object submits to it."""
+    """The jobs of an engine by request; the engine's context is entered, and no other object submits to it.
 
-    def __init__(self, engine: Engine) -> None:
+    Args:
+        engine: The engine.
+        adapter_changes: Loads and unloads adapters; None if they are fixed.
+    """
+
+    def __init__(self, engine: Engine, adapter_changes: AdapterChanges | None = None) -> None:
         self._engine = engine
+        self._adapter_changes = adapter_changes
+        self._unloading: dict[str, int] = {}  # name of the adapter -> request that waits for it
         self._sent: dict[int, list[_Sent]] = {}
 
     @property
     def is_busy(self) -> bool:
         return not self._engine.is_idle
 
-    def apply(self, commands: list[Submit | Cancel]) -> Iterator[Event]:
+    def apply(self, commands: list[Command]) -> Iterator[Event]:
         for command in commands:
             if isinstance(command, Cancel):
                 for sent in self._sent.pop(command.id, ()):
                     self._engine.cancel(sent.job)
-            else:
+            elif isinstance(command, Submit):
                 yield self._submit(command)
+            else:
+                yield from self._change_adapters(command)
+        yield from self._end_unloading()
+
+    def _change_adapters(self, command: LoadAdapter | UnloadAdapter) -> Iterator[Event]:
+        assert self._adapter_changes is not None, "the server has refused it"
+        try:
+            if isinstance(command, LoadAdapter):
+                self._adapter_changes.load(command.name, command.path)
+                yield Accepted(command.id)
+            else:
+                self._adapter_changes.close(command.name)
+                self._unloading[command.name] = command.id
+        except UserError as error:
+            yield RefusedRequest(command.id, str(error))
+
+    def _end_unloading(self) -> Iterator[Event]:
+        """Unload the adapters whose last text has ended."""
+        if self._adapter_changes is not None and self._unloading:
+            for name in self._adapter_changes.remove_unused():
+                yield Accepted(self._unloading.pop(name))
 
     def _submit(self, command: Submit) -> Event:
         try:
@@ -155,7 +204,8 @@ def _unreported_part(request: int, sent: _Sent) -> ChoiceProgress | None:
     completion = sent.job.completion
     if job.is_over or len(completion.tokens) > sent.tokens:
         text = job.detokenizer.text if job.detokenizer is not None else ""
-        logprobs = completion.logprobs[: _visible_logprobs(job)]
+        offsets = job.detokenizer.offsets if job.detokenizer is not None else []
+        logprobs = completion.logprobs[: job.visible_tokens]
         progress = ChoiceProgress(
             request,
             completion.choice,
@@ -164,6 +214,8 @@ def _unreported_part(request: int, sent: _Sent) -> ChoiceProgress | None:
             logprobs[sent.logprobs :],
             completion.prompt_logprobs[sent.prompt_logprobs :],
             completion.finish_reason,
+            offsets[sent.tokens :],
+            job.text.cached,
         )
         sent.text = len(text)
         sent.tokens = len(completion.tokens)
@@ -171,11 +223,3 @@ def _unreported_part(request: int, sent: _Sent) -> ChoiceProgress | None:
         sent.prompt_logprobs = len(completion.prompt_logprobs)
         return progress
     return None
-
-
-def _visible_logprobs(job: InferenceJob) -> int:
-    """Return how many log-probabilities belong to text that is sent: none of a stop text or behind it."""
-    detokenizer = job.detokenizer
-    if detokenizer is None or (job.is_over and not detokenizer.stopped):
-        return len(job.completion.logprobs)
-    return detokenizer.visible_tokens(job.is_over)

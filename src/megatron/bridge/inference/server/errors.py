@@ -4,6 +4,10 @@
 import json
 from typing import Any
 
+from megatron.bridge.inference.conversations.planning import FieldError
+from megatron.bridge.inference.requests import GRAMMAR_FAILED, NOT_FINITE
+from megatron.bridge.utils.errors import UserError
+
 
 class SlowReaderError(Exception):
     """A client has not read a part of the answer in time."""
@@ -35,6 +39,21 @@ class ApiError(Exception):
         return {
             "error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}
         }
+
+
+def refusal_of(error: ApiError | UserError) -> ApiError:
+    """Return the error response for a request that cannot be computed."""
+    if isinstance(error, ApiError):
+        return error
+    return ApiError(400, str(error), error.field if isinstance(error, FieldError) else None)
+
+
+def check_finish_reason(reason: str | None) -> None:
+    """Raise an error response if a completion has failed."""
+    if reason == "error":
+        raise ApiError(500, NOT_FINITE, code="not_finite")
+    if reason == "grammar":
+        raise ApiError(400, GRAMMAR_FAILED, code="grammar_failed")
 
 
 _KINDS = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}

@@ -2,23 +2,21 @@
 """Process one completion request, from its prompts to its response objects."""
 
 import asyncio
-import secrets
-import time
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-from megatron.bridge.inference.requests import GRAMMAR_FAILED, NOT_FINITE, Sampling
-from megatron.bridge.inference.server.answers import Choice, Format, Json, usage
+from megatron.bridge.inference.server.answers import Choice, Json, usage
 from megatron.bridge.inference.server.engine_client import (
     EngineClient,
     QueueFullError,
     RequestStream,
 )
 from megatron.bridge.inference.server.engine_loop import ChoiceProgress
-from megatron.bridge.inference.server.errors import ApiError
+from megatron.bridge.inference.server.errors import ApiError, check_finish_reason
 from megatron.bridge.inference.server.metrics import Metrics
+from megatron.bridge.inference.server.planner import RequestPlan
 
 RETRY_SECONDS = 1
 
@@ -29,31 +27,13 @@ class Generation:
 
     client: EngineClient  # computes the completions
     metrics: Metrics  # counts requests and tokens
-    model: str  # name of the model
-    format: Format  # response format of the endpoint
-    prompts: list[list[int]]  # token ids
-    sampling: Sampling  # sampling of each prompt
+    plan: RequestPlan  # what is computed
     seconds: float  # time limit of the request
-    echoed: list[str] | None = None  # texts of the prompts if the response begins with them
     include_usage: bool = False
     _streams: list[RequestStream] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        prefix = "chatcmpl" if self.format.kind.startswith("chat") else "cmpl"
-        self._head = {
-            "id": f"{prefix}-{secrets.token_hex(12)}",
-            "created": int(time.time()),
-            "model": self.model,
-        }
-        choices_per_prompt = self.sampling.n
-        self._choices = [
-            Choice(
-                index,
-                self.prompts[index // choices_per_prompt],
-                self.echoed[index // choices_per_prompt] if self.echoed else None,
-            )
-            for index in range(choices_per_prompt * len(self.prompts))
-        ]
+        self._choices = self.plan.make_choices()
 
     async def start(self) -> None:
         """Submit the prompts to the engine, and wait until it has accepted all of them.
@@ -65,8 +45,8 @@ class Generation:
         """
         self._end = asyncio.get_running_loop().time() + self.seconds
         try:
-            for prompt in self.prompts:
-                self._streams.append(self.client.submit(prompt, self.sampling))
+            for prompt in self.plan.prompts:
+                self._streams.append(self.client.submit(prompt, self.plan.sampling))
             async with self._deadline():
                 for stream in self._streams:
                     await stream.accepted()
@@ -79,7 +59,7 @@ class Generation:
         except BaseException:
             self.close()
             raise
-        self._times = self.metrics.watch(sum(map(len, self.prompts)))
+        self._times = self.metrics.watch(sum(map(len, self.plan.prompts)))
 
     @asynccontextmanager
     async def _deadline(self) -> AsyncIterator[None]:
@@ -117,49 +97,38 @@ class Generation:
                 task.cancel()
 
     def _noted(self, prompt_index: int, progress: ChoiceProgress) -> Choice:
-        choice = self._choices[prompt_index * self.sampling.n + progress.choice]
+        choice = self._choices[prompt_index * self.plan.sampling.n + progress.choice]
         choice.add(progress)
         if progress.tokens:
             self._times.tokens(choice.index, len(progress.tokens))
         if progress.finish_reason is not None:
             self.metrics.ended(progress.finish_reason)
-        if progress.finish_reason == "error":
-            raise ApiError(500, NOT_FINITE, code="not_finite")
-        if progress.finish_reason == "grammar":
-            raise ApiError(400, GRAMMAR_FAILED, code="grammar_failed")
+        check_finish_reason(progress.finish_reason)
         return choice
 
     async def whole(self) -> Json:
         async for _ in self._progress():
             pass
-        for choice in self._choices:  # the first choice has the prompt's log-probabilities
-            choice.prompt_logprobs = self._choices[
-                choice.index - choice.index % self.sampling.n
-            ].prompt_logprobs
-        choices = [self.format.whole(choice) for choice in self._choices]
-        return self._answer(self.format.kind, choices) | {
-            "usage": usage(self.prompts, self._choices)
-        }
+        return self.plan.write_answer(self._choices)
 
     async def pieces(self) -> AsyncGenerator[Json]:
         """Yield the response as a stream of chunks."""
         begun: set[int] = set()
+        form = self.plan.format
         async with aclosing(self._progress()) as steps:
             async for choice, progress in steps:
                 if choice.index not in begun:
                     begun.add(choice.index)
-                    for first in self.format.first_pieces(choice):
-                        yield self._answer(self.format.chunk_kind, [first])
-                piece = self.format.piece(choice, progress)
+                    for first in form.first_pieces(choice):
+                        yield self._chunk([first])
+                piece = form.piece(choice, progress)
                 if piece is not None:
-                    yield self._answer(self.format.chunk_kind, [piece])
+                    yield self._chunk([piece])
         if self.include_usage:
-            yield self._answer(self.format.chunk_kind, []) | {
-                "usage": usage(self.prompts, self._choices)
-            }
+            yield {**self._chunk([]), "usage": usage(self.plan.prompts, self._choices)}
 
-    def _answer(self, kind: str, choices: list[Json]) -> Json:
-        return {**self._head, "object": kind, "choices": choices}
+    def _chunk(self, choices: list[Json]) -> Json:
+        return {**self.plan.head, "object": self.plan.format.chunk_kind, "choices": choices}
 
     def close(self) -> None:
         for stream in self._streams:

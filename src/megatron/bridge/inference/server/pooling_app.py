@@ -15,14 +15,11 @@ import numpy as np
 from fastapi import FastAPI
 from pydantic import Field, model_validator
 
+from megatron.bridge.inference.conversations.options import Strict, Text
 from megatron.bridge.inference.pooling import PoolingFacts, check_tokens
-from megatron.bridge.inference.server.app import (
-    add_state_endpoints,
-    check_model_name,
-    new_app,
-)
+from megatron.bridge.inference.server.app import add_state_endpoints, new_app
 from megatron.bridge.inference.server.errors import ApiError
-from megatron.bridge.inference.server.schemas import Strict, Text
+from megatron.bridge.inference.server.planner import check_model_name
 from megatron.bridge.inference.workers import Workers
 
 MOST_TEXTS = 2048  # OpenAI's limit of /v1/embeddings
@@ -193,7 +190,7 @@ def make_pooling_app(server: PoolingServer) -> FastAPI:
         "owned_by": "megatron-bridge",
         "max_model_len": server.facts.max_context,
     }
-    add_state_endpoints(app, {server.name: card}, lambda: server.is_ready)
+    add_state_endpoints(app, lambda: {server.name: card}, lambda: server.is_ready)
     if server.facts.head == "embedding":
         _add_embeddings(app, server)
     else:

@@ -11,7 +11,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Discriminator, Field, Tag, model_validator
 
-from megatron.bridge.inference.server.schemas import ChatRequest, Strict, Text, ToolFunction
+from megatron.bridge.inference.conversations.options import Strict, Text, ToolFunction
+from megatron.bridge.inference.server.schemas import ChatRequest
 
 type Json = dict[str, Any]
 
@@ -151,6 +152,7 @@ class ResponsesRequest(Strict):
     truncation: Literal["disabled"] | None = None
     include: list[Text] | None = None
     # these change no token
+    priority: int | None = None
     store: bool | None = None
     metadata: dict[str, Any] | None = None
     user: Text | None = None
@@ -203,6 +205,7 @@ class ResponsesRequest(Strict):
             "temperature": self.temperature,
             "top_p": self.top_p,
             "stream": self.stream,
+            "priority": self.priority,
             "tools": [
                 {
                     "type": "function",
@@ -323,7 +326,7 @@ class ResponseWriter:
             events += self._add_call(call)
         return events
 
-    def finish(self, reason: str | None, usage: Mapping[str, int]) -> list[Json]:
+    def finish(self, reason: str | None, usage: Mapping[str, Any]) -> list[Json]:
         """End the response.
 
         Args:
@@ -335,17 +338,26 @@ class ResponseWriter:
         self.response["status"] = "completed" if is_complete else "incomplete"
         if not is_complete:
             self.response["incomplete_details"] = {"reason": "max_output_tokens"}
+        # no cache is kept for a promised time, which is what its writing would cost at OpenAI
+        input_details = {**usage["prompt_tokens_details"], "cache_write_tokens": 0}
         self.response["usage"] = {
             "input_tokens": usage["prompt_tokens"],
-            "input_tokens_details": {"cached_tokens": 0},
+            "input_tokens_details": input_details,
             "output_tokens": usage["completion_tokens"],
-            "output_tokens_details": {"reasoning_tokens": 0},
+            "output_tokens_details": usage["completion_tokens_details"],
             "total_tokens": usage["total_tokens"],
         }
         return [
             *events,
             self._whole("response.completed" if is_complete else "response.incomplete"),
         ]
+
+    def write_whole(self, answer: Mapping[str, Any]) -> Json:
+        """Return the response for the complete answer of a chat."""
+        (choice,) = answer["choices"]
+        self.add(choice["message"])
+        self.finish(choice["finish_reason"], answer["usage"])
+        return self.response
 
     def _add_text(self, kind: Literal["message", "reasoning"], text: str) -> list[Json]:
         events: list[Json] = []

@@ -16,19 +16,22 @@ from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import uvicorn
 
 from megatron.bridge.inference import llm as llm_module
+from megatron.bridge.inference.conversations.tool_parsers import find_tool_format
 from megatron.bridge.inference.pooling import PoolingFacts, open_model
 from megatron.bridge.inference.requests import NOT_FINITE, Sampling
+from megatron.bridge.inference.server.adapter_endpoints import add_adapter_endpoints
 from megatron.bridge.inference.server.app import Server, make_app
 from megatron.bridge.inference.server.engine_client import EngineClient, EngineGoneError
 from megatron.bridge.inference.server.errors import ApiError, SlowReaderError, to_json
 from megatron.bridge.inference.server.metrics import Metrics
+from megatron.bridge.inference.server.planner import RequestPlanner
 from megatron.bridge.inference.server.pooling_app import PoolingServer, make_pooling_app
-from megatron.bridge.inference.server.tool_parsers import find_tool_format
 from megatron.bridge.inference.workers import Workers
 from megatron.bridge.utils.errors import UserError
 
@@ -245,6 +248,7 @@ class ServeConfig:
     request_seconds: float = 600.0  # time limit of a request
     drain_seconds: float = 600.0  # time limit of running requests after SIGTERM
     tool_parser: str | None = None  # format of calls of tools; None takes the chat template's
+    adapter_root: Path | None = None  # folder of adapters that clients may load and unload
 
 
 def serve(path: str, options: dict[str, Any], config: ServeConfig) -> None:
@@ -272,15 +276,8 @@ def serve(path: str, options: dict[str, Any], config: ServeConfig) -> None:
             raise UserError(
                 f"--adapters {config.name} is the name of the model itself: choose another, or give --name"
             )
-        server = Server(
-            name=config.name,
-            reader=reader,
-            max_context=max_context,
-            seconds=config.request_seconds,
-            created=int(time.time()),
-            adapters=adapters,
-            tool_parser=config.tool_parser,
-        )
+        planner = RequestPlanner(config.name, reader, max_context, adapters, config.tool_parser)
+        server = Server(planner, config.request_seconds, int(time.time()))
         _GenerationRun(server, workers, config, options.get("max_requests", 32)).run(sock)
 
 
@@ -315,6 +312,7 @@ def _refuse_idle_options(
         "--adapters": options.get("adapters"),
         "--chat-template": options.get("template"),
         "--tool-parser": config.tool_parser,
+        "--adapter-root": config.adapter_root,
     }
     for option, value in idle.items():
         if value:
@@ -418,8 +416,10 @@ class _GenerationRun(_Run):
         self._capacity = max_requests + config.max_queue
 
     def _make_app(self) -> tuple[Any, int]:
-        has_images = self._server.reader.media is not None
-        return make_app(self._server), IMAGE_BYTES if has_images else TEXT_BYTES
+        has_images = self._server.planner.reader.media is not None
+        app = make_app(self._server)
+        add_adapter_endpoints(app, self._server, self._config.adapter_root)
+        return app, IMAGE_BYTES if has_images else TEXT_BYTES
 
     def _begin(self) -> None:
         client = EngineClient(self._workers, self._capacity, self._failed)

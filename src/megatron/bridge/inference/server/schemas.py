@@ -5,27 +5,23 @@ Unknown fields are errors, and so are values that would have no effect on the an
 that other servers take and that change no token by their nature, such as ``user``, are accepted.
 """
 
-import json
-from collections.abc import Mapping
+from collections.abc import Collection, Sequence
 from typing import Annotated, Any, Literal
 
-from pydantic import (
-    AfterValidator,
-    BaseModel,
-    ConfigDict,
-    Discriminator,
-    Field,
-    model_validator,
-)
+from pydantic import AfterValidator, Discriminator, Field, model_validator
 
-from megatron.bridge.inference.grammars import (
-    choice_grammar,
-    json_grammar,
-    regex_grammar,
-    written_grammar,
+from megatron.bridge.inference.conversations.options import (
+    MOST_TOOLS,
+    ConversationOptions,
+    Strict,
+    StructuredAnswer,
+    Text,
+    Tool,
+    describe,
 )
 from megatron.bridge.inference.requests import MOST_BIAS, Sampling
-from megatron.bridge.utils.errors import UserError, did_you_mean
+from megatron.bridge.inference.server.errors import ApiError
+from megatron.bridge.utils.errors import UserError
 
 MOST_CHOICES, MOST_LOGPROBS, MOST_STOPS, LONGEST_STOP, MOST_PROMPTS = 16, 20, 16, 256, 64
 MOST_MESSAGES, MOST_CHARACTERS = 1000, 1 << 20
@@ -46,8 +42,6 @@ NOT_SUPPORTED = {
 }
 """Fields that other servers support, and what to use instead."""
 
-# fields with the same names in ``Sampling``
-_MOST_TOOLS = 128
 _DEFAULT_VALUES: dict[str, tuple[Any, ...]] = {
     "functions": ([],),
     "function_call": ("none", "auto"),
@@ -60,27 +54,11 @@ _DEFAULT_VALUES: dict[str, tuple[Any, ...]] = {
 }
 """Fields without support, and the values by which a client asks for what the server does anyway."""
 _PENALTIES = ("presence_penalty", "frequency_penalty", "repetition_penalty")
-_SAMPLING = ("top_p", "min_p", "n", "seed", "stop", "ignore_eos", *_PENALTIES)
+# fields with the same names in ``Sampling``
+_SAMPLING = ("top_p", "min_p", "n", "seed", "stop", "ignore_eos", "priority", *_PENALTIES)
 
 
-def _check_encodable(text: str) -> str:
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        raise ValueError(
-            "the text has a surrogate without its pair, which is not a character: remove it"
-        ) from error
-    return text
-
-
-Text = Annotated[str, AfterValidator(_check_encodable)]
 StopText = Text | list[Text] | None
-
-
-class Strict(BaseModel):
-    """A part of a request, in which unknown fields are errors."""
-
-    model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
 
 
 class StreamOptions(Strict):
@@ -89,74 +67,7 @@ class StreamOptions(Strict):
     continuous_usage_stats: Literal[False] | None = None
 
 
-class JsonSchema(Strict):
-    """OpenAI's description of a structured answer; each schema is followed, whatever ``strict`` is."""
-
-    name: Text | None = None
-    description: Text | None = None
-    content: dict[str, Any] = Field(alias="schema")
-    strict: bool | None = None
-
-
-class ResponseFormat(Strict):
-    """OpenAI's form of a structured answer."""
-
-    type: Literal["text", "json_object", "json_schema"]
-    json_schema: JsonSchema | None = None
-
-    @model_validator(mode="after")
-    def _check_schema(self) -> "ResponseFormat":
-        if (self.type == "json_schema") != (self.json_schema is not None):
-            raise ValueError("json_schema belongs to type=json_schema: give both")
-        return self
-
-    def grammar(self) -> str | None:
-        """Return the grammar of the answer; None for any text."""
-        if self.json_schema is not None:
-            return json_grammar(self.json_schema.content)
-        return json_grammar({"type": "object"}) if self.type == "json_object" else None
-
-
-class StructuredOutputs(Strict):
-    """vLLM's form of a structured answer."""
-
-    content: dict[str, Any] | Text | None = Field(None, alias="json")
-    regex: Text | None = Field(None, min_length=1)
-    choice: list[Text] | None = Field(None, min_length=1, max_length=1024)
-    grammar_text: Text | None = Field(None, min_length=1, alias="grammar")
-    json_object: bool | None = None
-
-    @model_validator(mode="after")
-    def _check_one(self) -> "StructuredOutputs":
-        given = self.model_dump(exclude_none=True, by_alias=True)
-        if len(given) != 1 or given == {"json_object": False}:
-            raise ValueError("give one of json, regex, choice, grammar and json_object=true")
-        self.parsed_schema()
-        return self
-
-    def parsed_schema(self) -> Any:
-        """Return the JSON schema, which may be a text."""
-        if not isinstance(self.content, str):
-            return self.content
-        schema = json.loads(self.content)
-        if not isinstance(schema, dict | bool):
-            raise ValueError("json must be a JSON schema")
-        return schema
-
-    def grammar(self) -> str:
-        """Return the grammar of the answer."""
-        if self.content is not None:
-            return json_grammar(self.parsed_schema())
-        if self.regex is not None:
-            return regex_grammar(self.regex)
-        if self.choice is not None:
-            return choice_grammar(self.choice)
-        if self.grammar_text is not None:
-            return written_grammar(self.grammar_text)
-        return json_grammar({"type": "object"})
-
-
-class GenerationRequest(Strict):
+class GenerationRequest(StructuredAnswer):
     """Fields that both kinds of completion requests share."""
 
     model: str | None = None
@@ -178,6 +89,7 @@ class GenerationRequest(Strict):
     repetition_penalty: float | None = Field(None, gt=0, le=100)
     logit_bias: dict[str, float] | None = Field(None, max_length=1024)
     # these change no token
+    priority: int | None = Field(None, ge=-(1 << 31), lt=1 << 31)
     user: str | None = None
     metadata: dict[str, Any] | None = None
     store: bool | None = None
@@ -186,12 +98,6 @@ class GenerationRequest(Strict):
     prompt_cache_key: str | None = None
     prompt_cache_retention: str | None = None
     prediction: dict[str, Any] | None = None
-    response_format: ResponseFormat | None = None
-    structured_outputs: StructuredOutputs | None = None
-    guided_json: dict[str, Any] | Text | None = None
-    guided_regex: Text | None = None
-    guided_choice: list[Text] | None = None
-    guided_grammar: Text | None = None
 
     @model_validator(mode="before")
     @classmethod
@@ -230,35 +136,12 @@ class GenerationRequest(Strict):
                 )
         return self
 
-    def _structures(self) -> list[ResponseFormat | StructuredOutputs]:
-        """Return all forms of a structured answer that the request asks for."""
-        structures: list[ResponseFormat | StructuredOutputs] = []
-        if self.response_format is not None and self.response_format.type != "text":
-            structures.append(self.response_format)
-        if self.structured_outputs is not None:
-            structures.append(self.structured_outputs)
-        for name in ("json", "regex", "choice", "grammar"):
-            value = getattr(self, f"guided_{name}")
-            if value is not None:
-                structures.append(StructuredOutputs.model_validate({name: value}))
-        return structures
-
     @model_validator(mode="after")
-    def _check_structures(self) -> "GenerationRequest":
-        structures = self._structures()
-        if len(structures) > 1:
-            raise ValueError(
-                "give one of response_format, structured_outputs and the fields guided_..."
-            )
+    def _check_end(self) -> "GenerationRequest":
         for name in ("ignore_eos", "min_tokens"):
-            if structures and getattr(self, name):
+            if self.structures() and getattr(self, name):
                 raise ValueError(f"{name}: the format of the answer says where it ends: remove one")
         return self
-
-    def grammar(self) -> str | None:
-        """Return the grammar of the answer; None for any text."""
-        structures = self._structures()
-        return structures[0].grammar() if structures else None
 
     def sampling(self, **more: Any) -> Sampling:
         """Return the sampling of the request, with OpenAI's defaults.
@@ -424,36 +307,6 @@ class ChatMessage(Strict):
         return record
 
 
-class ToolFunction(Strict):
-    """The function that a tool describes."""
-
-    name: Text = Field(pattern=r"^[A-Za-z0-9_.-]{1,64}$")
-    description: Text | None = None
-    parameters: dict[str, Any] | None = None  # JSON schema
-    strict: bool | None = None
-
-
-class Tool(Strict):
-    type: Literal["function"]
-    function: ToolFunction
-
-    def as_record(self) -> dict[str, Any]:
-        """Return the tool as chat templates expect it: what the client has sent."""
-        function = self.function.model_dump(exclude_unset=True, exclude={"strict"})
-        return {"type": "function", "function": function}
-
-
-class FunctionName(Strict):
-    name: Text
-
-
-class NamedTool(Strict):
-    """The choice of a tool that must be called."""
-
-    type: Literal["function"]
-    function: FunctionName
-
-
 def _check_beginning(messages: list[ChatMessage], add_generation_prompt: bool | None) -> None:
     """Refuse conversations whose last message is not the beginning of an answer."""
     if add_generation_prompt:
@@ -467,20 +320,13 @@ def _check_beginning(messages: list[ChatMessage], add_generation_prompt: bool | 
         )
 
 
-class ChatRequest(GenerationRequest):
+class ChatRequest(GenerationRequest, ConversationOptions):
     """The body of ``/v1/chat/completions``."""
 
     messages: list[ChatMessage] = Field(min_length=1, max_length=MOST_MESSAGES)
     max_completion_tokens: int | None = Field(None, ge=0, le=1 << 31)
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, ge=0, le=MOST_LOGPROBS)
-    tools: list[Tool] | None = Field(None, max_length=_MOST_TOOLS)
-    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
-    parallel_tool_calls: bool | None = None
-    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = (
-        None
-    )
-    chat_template_kwargs: dict[str, Any] | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
 
@@ -505,27 +351,7 @@ class ChatRequest(GenerationRequest):
         limits = (self.max_tokens, self.max_completion_tokens)
         if None not in limits and limits[0] != limits[1]:
             raise ValueError("max_tokens and max_completion_tokens differ: give one of them")
-        self._check_tool_choice()
         return self
-
-    def _check_tool_choice(self) -> None:
-        names = [tool.function.name for tool in self.tools or ()]
-        if len(set(names)) < len(names):
-            raise ValueError("tools has two functions of one name: names must differ")
-        if isinstance(self.tool_choice, NamedTool):
-            chosen = self.tool_choice.function.name
-            if chosen not in names:
-                hint = did_you_mean(chosen, names)
-                raise ValueError(f"tool_choice: {chosen!r:.70} is not in tools{hint}")
-        elif self.tool_choice == "required" and not names:
-            raise ValueError("tool_choice=required needs tools: give at least one")
-        if self._structures() and self.tool_choice not in (None, "none", "auto"):
-            raise ValueError("tool_choice demands a call and the format another text: give one")
-
-    @property
-    def offered_tools(self) -> list[Tool]:
-        """The tools that the model may call."""
-        return [] if self.tool_choice == "none" else self.tools or []
 
 
 class TokenizeRequest(Strict):
@@ -534,7 +360,7 @@ class TokenizeRequest(Strict):
     model: str | None = None
     prompt: Text | None = None
     messages: list[ChatMessage] | None = Field(None, min_length=1, max_length=MOST_MESSAGES)
-    tools: list[Tool] | None = Field(None, max_length=_MOST_TOOLS)
+    tools: list[Tool] | None = Field(None, max_length=MOST_TOOLS)
     chat_template_kwargs: dict[str, Any] | None = None
     add_special_tokens: bool = True
     add_generation_prompt: bool | None = None
@@ -563,16 +389,17 @@ class DetokenizeRequest(Strict):
     tokens: list[int]
 
 
-def describe(error: Mapping[str, Any], names: list[str]) -> tuple[str, str | None]:
-    """Return a message for a pydantic error, and its field if it is one of ``names``."""
-    path = [str(part) for part in error["loc"] if part != "body" and not _is_variant(part)]
-    field = ".".join(path)[:100] or None
-    if error["type"] == "extra_forbidden":
-        if field in NOT_SUPPORTED:
-            return f"{field}: {NOT_SUPPORTED[field]}", field
-        return f"{field} is not a field of this request{did_you_mean(path[-1], names)}", field
-    message = str(error["msg"]).removeprefix("Value error, ")
-    return (message if field is None else f"{field}: {message}"), field
+def refusal_of_fields(errors: Sequence[Any], names: Collection[str]) -> ApiError:
+    """Return the error response for a body that pydantic refuses.
+
+    Args:
+        errors: The errors of a ``ValidationError``.
+        names: Names of the fields of the body, for suggestions.
+    """
+    # the most specific error of a union's variants
+    deepest = max(errors, key=lambda item: len(item["loc"]))
+    message, field = describe(deepest, names, NOT_SUPPORTED)
+    return ApiError(400, message, field)
 
 
 def _is_default(name: str, value: Any) -> bool:
@@ -580,10 +407,3 @@ def _is_default(name: str, value: Any) -> bool:
     if name not in NOT_SUPPORTED:
         return False
     return value is None or value in _DEFAULT_VALUES.get(name, ())
-
-
-def _is_variant(part: Any) -> bool:
-    """Return whether a part of pydantic's location is a type of a union instead of a field."""
-    return isinstance(part, str) and (
-        part in ("str", "int") or part.startswith(("list[", "function-after["))
-    )

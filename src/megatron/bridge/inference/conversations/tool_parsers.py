@@ -263,6 +263,34 @@ def read_deepseek_call(text: str, schemas: Schemas) -> list[Call]:
     return [Call(name, _dump_arguments(arguments))]
 
 
+_DSML = "\uff5cDSML\uff5c"
+_DSML_CALL = re.compile(r'\s*name="([\w.-]+)"\s*>(.*)', re.DOTALL)
+_DSML_PARAMETER = re.compile(
+    rf'<{_DSML}parameter\s+name="([^"]+)"(?:\s+string="(true|false)")?\s*>(.*?)</{_DSML}parameter>',
+    re.DOTALL,
+)
+
+
+def read_dsml_call(text: str, schemas: Schemas) -> list[Call]:
+    """Read ``name="NAME">`` and parameters, whose ``string`` says whether a value is a text or JSON (V3.2)."""
+    match = _DSML_CALL.fullmatch(text)
+    if match is None:
+        raise ValueError("no name")
+    name, body = match.groups()
+    if _DSML_PARAMETER.sub("", body).strip():
+        raise ValueError("text between parameters")
+    properties = _properties(schemas, name)
+    arguments: dict[str, Any] = {}
+    for key, is_text, value in _DSML_PARAMETER.findall(body):
+        if is_text == "true":
+            arguments[key] = value
+        elif is_text == "false":
+            arguments[key] = _parse_json(value)
+        else:
+            arguments[key] = _typed_value(value, properties.get(key) or {})
+    return [Call(name, _dump_arguments(arguments))]
+
+
 _KIMI_SEPARATOR = "<|tool_call_argument_begin|>"
 
 
@@ -325,6 +353,19 @@ TOOL_FORMATS: tuple[ToolFormat, ...] = (
         "<|tool_call_end|>",
         ("<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"),
         more_marks=(_KIMI_SEPARATOR,),
+    ),
+    ToolFormat(
+        "deepseek_v32",
+        (_DSML,),
+        f"<{_DSML}invoke",
+        read_dsml_call,
+        f"</{_DSML}invoke>",
+        tuple(
+            f"<{slash}{_DSML}{name}>"
+            for name in ("function_calls", "tool_calls")
+            for slash in ("", "/")
+        ),
+        more_marks=(_DSML,),
     ),
     ToolFormat(
         "deepseek",

@@ -1,23 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Prepare a chat request: its prompt, what its answer may be, and how to read the answer."""
+"""Prepare a conversation: its prompt, what its answer may be, and how to read the answer."""
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
-from megatron.bridge.inference.grammars import (
-    added_ids_by_text,
-    after_harmony_reasoning,
-    after_reasoning,
-    json_rule,
-    mark_expression,
+from megatron.bridge.inference.conversations.answer_reader import AnswerFormat
+from megatron.bridge.inference.conversations.options import (
+    OPTION_NAMES,
+    ConversationOptions,
+    NamedTool,
+    Tool,
+    read_options,
 )
-from megatron.bridge.inference.prompts import PromptReader
-from megatron.bridge.inference.server.answer_reader import AnswerFormat
-from megatron.bridge.inference.server.errors import ApiError
-from megatron.bridge.inference.server.schemas import ChatRequest, NamedTool, Tool
-from megatron.bridge.inference.server.tool_parsers import (
+from megatron.bridge.inference.conversations.tool_parsers import (
     JSON_FORMAT,
     ForcedCall,
     ReasoningFormat,
@@ -25,7 +22,16 @@ from megatron.bridge.inference.server.tool_parsers import (
     find_reasoning_format,
     find_tool_format,
 )
-from megatron.bridge.utils.errors import did_you_mean
+from megatron.bridge.inference.grammars import (
+    added_ids_by_text,
+    after_harmony_reasoning,
+    after_reasoning,
+    json_rule,
+    mark_expression,
+)
+from megatron.bridge.inference.prompts import Messages, PromptReader
+from megatron.bridge.inference.requests import Sampling
+from megatron.bridge.utils.errors import UserError, did_you_mean
 
 _ARGUMENTS_OF_RENDERING = frozenset(
     (
@@ -42,9 +48,21 @@ _ARGUMENTS_OF_RENDERING = frozenset(
 _TAIL = 32  # tokens at the end of a prompt in which a mark of reasoning may be
 
 
+class FieldError(UserError):
+    """A field of a request that this model cannot follow.
+
+    Attributes:
+        field: Name of the field, with which the message begins.
+    """
+
+    def __init__(self, field: str, message: str) -> None:
+        super().__init__(message)
+        self.field = field
+
+
 @dataclass(frozen=True)
 class ChatPlan:
-    """What the server computes for a chat request.
+    """What is computed for a conversation.
 
     Attributes:
         prompt: token ids.
@@ -57,62 +75,110 @@ class ChatPlan:
     changes: dict[str, Any] = field(default_factory=dict)
 
 
-def plan_chat(reader: PromptReader, body: ChatRequest, tool_parser: str | None) -> ChatPlan:
+def plan_chat(
+    reader: PromptReader,
+    messages: Messages,
+    options: ConversationOptions,
+    tool_parser: str | None = None,
+    location: str = "messages",
+    continues: bool = False,
+) -> ChatPlan:
     """Render a conversation and find out how to read the answer.
 
     Args:
         reader: Converts the conversation to tokens.
-        body: The request.
+        messages: Its messages, or a record with ``messages`` and images.
+        options: Tools, and what else the answer should be.
         tool_parser: Name of the format of calls; None takes the one of the chat template.
+        location: What messages of errors begin with.
+        continues: The last message is the beginning of the answer, which the model continues.
 
     Raises:
-        ApiError: The chat template does not render the tools, or has no such option.
+        FieldError: The chat template does not render the tools, or has no such option.
         UserError: The chat template refuses the conversation.
     """
-    tools = body.offered_tools
+    reader.check_tokenizer(location)
+    tools = options.offered_tools
     tool_records = [tool.as_record() for tool in tools]
     source = reader.template_source(tool_records)
     if tools and not _reads(source, "tools"):
-        raise ApiError(
-            400,
-            "tools: the chat template of this model does not render tools: leave them out, send tool_choice=none, "
-            "or start the server with a --chat-template that does",
+        raise FieldError(
             "tools",
+            "tools: the chat template of this model does not render tools: leave them out, send tool_choice=none, "
+            "or use a --chat-template that does",
         )
+    record = dict(messages) if isinstance(messages, Mapping) else {"messages": messages}
     prompt = reader.tokens(
         {
-            "messages": [message.as_record() for message in body.messages],
+            **record,
             "tools": tool_records,
             "chat_template_kwargs": template_options(
-                reader, source, body.chat_template_kwargs, body.reasoning_effort
+                reader, source, options.chat_template_kwargs, options.reasoning_effort
             ),
         },
-        "messages",
-        continues=bool(body.continue_final_message),
+        location,
+        continues,
     )
-    return _plan_answer(reader, body, prompt, source, find_tool_format(source, tool_parser))
+    return _plan_answer(reader, options, prompt, source, find_tool_format(source, tool_parser))
+
+
+def plan_conversation(
+    reader: PromptReader,
+    conversation: Messages,
+    sampling: Sampling,
+    tool_parser: str | None = None,
+    location: str = "the conversation",
+) -> tuple[ChatPlan, Sampling]:
+    """Return the plan of a conversation that has its options in itself, and its sampling.
+
+    Args:
+        reader: Converts the conversation to tokens.
+        conversation: Messages, or a record with ``messages``, images, and fields of
+            ``ConversationOptions``.
+        sampling: Sampling that the caller asks for.
+        tool_parser: Name of the format of calls; None takes the one of the chat template.
+        location: What messages of errors begin with.
+    """
+    record: Mapping[str, Any] = (
+        conversation if isinstance(conversation, Mapping) else {"messages": conversation}
+    )
+    given = {name: value for name, value in record.items() if name in OPTION_NAMES}
+    rest = {name: value for name, value in record.items() if name not in OPTION_NAMES}
+    try:
+        plan = plan_chat(reader, rest, read_options(given), tool_parser, location)
+    except FieldError as error:
+        raise UserError(f"{location}: {error}") from error
+    changes = {name: value for name, value in plan.changes.items() if value}
+    if "grammar" in changes and sampling.grammar is not None:
+        raise UserError(
+            f"{location}: grammar and the format of the answer, or a call that is demanded, exclude each other: remove "
+            "one"
+        )
+    if "shown_ids" in changes:
+        changes["shown_ids"] = (*sampling.shown_ids, *changes["shown_ids"])
+    return plan, replace(sampling, **changes)
 
 
 def _plan_answer(
     reader: PromptReader,
-    body: ChatRequest,
+    options: ConversationOptions,
     prompt: list[int],
     source: str,
     tool_format: ToolFormat,
 ) -> ChatPlan:
-    tools = body.offered_tools
+    tools = options.offered_tools
     is_harmony = tool_format.name == "harmony"
     added_ids = added_ids_by_text(reader.hf)
     reasoning = None
     has_begun = False
     if not is_harmony:
         reasoning, has_begun = _reasoning_of_prompt(reader.hf, prompt, source)
-    grammar = body.grammar()
-    is_forced = body.tool_choice == "required" or isinstance(body.tool_choice, NamedTool)
+    grammar = options.grammar()
+    is_forced = options.tool_choice == "required" or isinstance(options.tool_choice, NamedTool)
     if is_forced:
         if tool_format.forced is None:
             tool_format = JSON_FORMAT
-        grammar = _forced_grammar(tool_format, _forced_tools(body), body, added_ids)
+        grammar = _forced_grammar(tool_format, _forced_tools(options), options, added_ids)
     if grammar is not None and reasoning is not None:
         grammar = after_reasoning(grammar, reasoning.begin, reasoning.end, has_begun, added_ids)
     elif grammar is not None and is_harmony and not is_forced:
@@ -124,7 +190,7 @@ def _plan_answer(
         {tool.function.name: tool.function.parameters or {} for tool in tools},
         reasoning,
         has_begun,
-        body.parallel_tool_calls is not False,
+        options.parallel_tool_calls is not False,
     )
     shown_ids = [added_ids[mark] for mark in answer_format.marks if mark in added_ids]
     return ChatPlan(prompt, answer_format, {"grammar": grammar, "shown_ids": shown_ids})
@@ -147,24 +213,22 @@ def template_options(
         effort: ``reasoning_effort`` of the request.
 
     Raises:
-        ApiError: The chat template does not read one of them.
+        FieldError: The chat template does not read one of them.
     """
     given = dict(given or {})
     reserved = _ARGUMENTS_OF_RENDERING | reader.hf.special_tokens_map.keys()
     names = sorted(set(re.findall(r"\b[A-Za-z_]\w*\b", source)) - reserved)
     for name in given:
         if name in reserved:
-            raise ApiError(
-                400,
-                f"chat_template_kwargs.{name:.70} is set by the server: leave it out",
+            raise FieldError(
                 "chat_template_kwargs",
+                f"chat_template_kwargs.{name:.70} is set by the server: leave it out",
             )
         if name not in names:
             hint = did_you_mean(name, names)
-            raise ApiError(
-                400,
-                f"chat_template_kwargs.{name:.70} is not read by the chat template of this model{hint}: leave it out",
+            raise FieldError(
                 "chat_template_kwargs",
+                f"chat_template_kwargs.{name:.70} is not read by the chat template of this model{hint}: leave it out",
             )
     return _effort_options(source, effort) | given
 
@@ -194,15 +258,18 @@ def _reasoning_of_prompt(
     return reasoning, tail.endswith(reasoning.begin.rstrip())
 
 
-def _forced_tools(body: ChatRequest) -> list[Tool]:
-    if not isinstance(body.tool_choice, NamedTool):
-        return body.offered_tools
-    chosen = body.tool_choice.function.name
-    return [tool for tool in body.offered_tools if tool.function.name == chosen]
+def _forced_tools(options: ConversationOptions) -> list[Tool]:
+    if not isinstance(options.tool_choice, NamedTool):
+        return options.offered_tools
+    chosen = options.tool_choice.function.name
+    return [tool for tool in options.offered_tools if tool.function.name == chosen]
 
 
 def _forced_grammar(
-    tool_format: ToolFormat, tools: list[Tool], body: ChatRequest, added_ids: Mapping[str, int]
+    tool_format: ToolFormat,
+    tools: list[Tool],
+    options: ConversationOptions,
+    added_ids: Mapping[str, int],
 ) -> str:
     """Return the grammar of answers that are calls of these tools."""
     form: ForcedCall | None = tool_format.forced
@@ -211,7 +278,7 @@ def _forced_grammar(
     def expression(text: str) -> str:
         return mark_expression(text, added_ids)
 
-    has_one = isinstance(body.tool_choice, NamedTool) or body.parallel_tool_calls is False
+    has_one = isinstance(options.tool_choice, NamedTool) or options.parallel_tool_calls is False
     more = "" if has_one else f"({expression(form.between)} call)*"
     rules = [f"start: {expression(form.first)} call {more} {expression(form.last)}"]
     names = [f"call_{index}" for index in range(len(tools))]

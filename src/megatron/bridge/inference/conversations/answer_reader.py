@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from megatron.bridge.inference.server.tool_parsers import (
+from megatron.bridge.inference.conversations.tool_parsers import (
     Call,
     ReasoningFormat,
     Schemas,
@@ -108,10 +108,14 @@ class AnswerReader:
         self._body_from = 0  # where in the held text to look for the end of a call
         self._call_mark = ""  # the mark before the call in the held text
         self._calls = _CallLimit(answer_format.is_parallel)
+        self._length = 0  # characters of the answer so far
+        self._reasoning_start: int | None = 0 if answer_format.begins_in_reasoning else None
+        self._reasoning_end: int | None = None
 
     def add(self, text: str, is_over: bool = False) -> list[Part]:
         """Add a piece of the answer and return the parts that are complete."""
         self._held += text
+        self._length += len(text)
         parts: list[Part] = []
         steps = {
             "start": self._read_start,
@@ -123,6 +127,19 @@ class AnswerReader:
             pass
         return parts
 
+    @property
+    def reasoning_ranges(self) -> list[tuple[int, int]]:
+        """Start and end of the reasoning between its marks, in characters of the answer."""
+        if self._reasoning_start is None:
+            return []
+        end = self._length if self._reasoning_end is None else self._reasoning_end
+        return [(self._reasoning_start, end)]
+
+    @property
+    def _position(self) -> int:
+        """Return where in the answer the held text begins."""
+        return self._length - len(self._held)
+
     def _read_start(self, parts: list[Part], is_over: bool) -> bool:
         reasoning = self._format.reasoning
         begin = self._held.lstrip()
@@ -130,6 +147,7 @@ class AnswerReader:
             if begin.startswith(reasoning.begin):
                 self._held = begin[len(reasoning.begin) :]
                 self._state = "reasoning"
+                self._reasoning_start = self._position
                 return True
             if reasoning.begin.startswith(begin) and not is_over:
                 return False
@@ -142,6 +160,7 @@ class AnswerReader:
         end = self._format.reasoning.end
         before, mark, behind = self._held.partition(end)
         if mark:
+            self._reasoning_end = self._position + len(before)
             self._add_text(parts, "reasoning", before.rstrip())
             self._held = behind
             self._state = "content"
@@ -251,12 +270,15 @@ class HarmonyReader:
         self._format = answer_format
         self._held = ""
         self._header: str | None = None  # of the message whose text is being read
-        self._passed_on = False  # whether a part of the message has been passed on
         self._calls = _CallLimit(answer_format.is_parallel)
+        self._length = 0  # characters of the answer so far
+        self.reasoning_ranges: list[tuple[int, int]] = []
+        """Start and end of each part of the reasoning, in characters of the answer."""
 
     def add(self, text: str, is_over: bool = False) -> list[Part]:
         """Add a piece of the answer and return the parts that are complete."""
         self._held += text
+        self._length += len(text)
         parts: list[Part] = []
         goes_on = True
         while goes_on:
@@ -269,7 +291,6 @@ class HarmonyReader:
         if mark:
             self._header = header
             self._held = behind
-            self._passed_on = False
             return True
         if is_over:
             text = self._held
@@ -320,4 +341,7 @@ class HarmonyReader:
         if not text:
             return
         is_reasoning = "analysis" in self._header and _RECIPIENT.search(self._header) is None
+        if is_reasoning:  # the held text begins with ``text``
+            start = self._length - len(self._held)
+            self.reasoning_ranges.append((start, start + len(text)))
         parts.append(AnswerText("reasoning" if is_reasoning else "content", text))
