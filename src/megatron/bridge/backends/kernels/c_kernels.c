@@ -30,7 +30,7 @@ static inline element narrow(float x) { return x; }
 #endif
 
 #define INLINE static inline __attribute__((always_inline))
-enum { LANES = 16, BLOCK = 16, ROWS = 8, TILE = 64, TOKENS = 32, SCORES = 1 << 22, DEPTH = 256 };
+enum { LANES = 16, BLOCK = 16, ROWS = 8, FEW = 2, TILE = 64, TOKENS = 32, SCORES = 1 << 22, DEPTH = 256 };
 
 #define ROUND(x) widen(narrow(x))  // as an operator that stores its result
 #define UP(count, multiple) (((count) + (multiple) - 1) / (multiple) * (multiple))
@@ -349,6 +349,49 @@ static void multiply_panel(const float *x, const element *panel, float *sums, in
     }
 }
 
+typedef float Half __attribute__((vector_size(LANES / 2 * sizeof(float)), aligned(sizeof(float)), may_alias));
+
+// LANES weights in float32: bf16 as those at even and those at odd places, which takes two operations.
+INLINE void load_lanes(const element *from, Half lanes[2]) {
+#ifdef BFLOAT16
+    typedef uint32_t Words __attribute__((vector_size(sizeof(Half)), aligned(sizeof(element)), may_alias));
+    const Words words = *(const Words *)from;
+    lanes[0] = (Half)(words << 16);
+    lanes[1] = (Half)(words & 0xffff0000u);
+#else
+    lanes[0] = *(const Half *)from;
+    lanes[1] = *(const Half *)(from + LANES / 2);
+#endif
+}
+
+INLINE void store_lanes(const Half lanes[2], float *to) {  // in the order of the weights
+#ifdef BFLOAT16
+    for (int64_t i = 0; i < LANES; i++) to[i] = lanes[i % 2][i / 2];
+#else
+    *(Half *)to = lanes[0];
+    *(Half *)(to + LANES / 2) = lanes[1];
+#endif
+}
+
+// As multiply_panel for FEW rows and two panels, without a tile: while the weights of few rows come from memory, the sums
+// of one panel would wait for each other.
+static void multiply_two_panels(const float *x, const element *first, const element *second, float *first_sums,
+                                float *second_sums, int64_t width) {
+    Half total[FEW][2][2] = {0};
+    for (int64_t k = 0; k < width; k++) {
+        Half factors[2][2];
+        load_lanes(first + k * LANES, factors[0]);
+        load_lanes(second + k * LANES, factors[1]);
+        for (int64_t r = 0; r < FEW; r++)
+            for (int64_t panel = 0; panel < 2; panel++)
+                for (int64_t half = 0; half < 2; half++) total[r][panel][half] += x[r * width + k] * factors[panel][half];
+    }
+    for (int64_t r = 0; r < FEW; r++) {
+        store_lanes(total[r][0], first_sums + r * LANES);
+        store_lanes(total[r][1], second_sums + r * LANES);
+    }
+}
+
 // Widens the rows of x that differ from the row before them, one after the other, and writes the place of each row among
 // them. Padding repeats a row: what is computed for one is copied. Returns the number of different rows.
 static int64_t widen_different_rows(const element *x, float *wide, int64_t *places, int64_t rows, int64_t width) {
@@ -360,6 +403,15 @@ static int64_t widen_different_rows(const element *x, float *wide, int64_t *plac
         places[r] = different - 1;
     }
     return different;
+}
+
+// Writes LANES features of `out` from `first` on, rounded, where `places` says which row of the sums is a row's.
+static void store_panel(const float *sums, const int64_t *places, const element *bias, element *out, int64_t rows,
+                        int64_t first, int64_t features) {
+    const int64_t count = features - first < LANES ? features - first : LANES;
+    for (int64_t r = 0; r < rows; r++)
+        for (int64_t i = 0; i < count; i++)
+            out[r * features + first + i] = narrow(sums[places[r] * LANES + i] + (bias ? widen(bias[first + i]) : 0));
 }
 
 // out [rows, features] = x [rows, width] times the panels' weights, plus a bias if there is one. `panels` are
@@ -376,19 +428,23 @@ int multiply_panels(const element *x, const element *panels, const element *bias
         return 1;
     }
     const int64_t different = widen_different_rows(x, wide, places, rows, width);
+    const int64_t panel = LANES * width, count = UP(features, LANES) / LANES;
 #pragma omp parallel reduction(| : failed) if (features > LANES)
     {
-        float *sums = malloc(padded * LANES * sizeof(float));
+        float *sums = malloc(2 * padded * LANES * sizeof(float));
         failed |= !sums;
 #pragma omp for
-        for (int64_t first = 0; first < features; first += LANES) {
+        for (int64_t pair = 0; pair < count; pair += 2) {
             if (!sums) continue;
-            const int64_t count = features - first < LANES ? features - first : LANES;
-            multiply_panel(wide, panels + first * width, sums, different, width);
-            for (int64_t r = 0; r < rows; r++)
-                for (int64_t i = 0; i < count; i++)
-                    out[r * features + first + i] =
-                        narrow(sums[places[r] * LANES + i] + (bias ? widen(bias[first + i]) : 0));
+            const int64_t both = pair + 1 < count;
+            float *second_sums = sums + padded * LANES;
+            if (different <= FEW && both)
+                multiply_two_panels(wide, panels + pair * panel, panels + (pair + 1) * panel, sums, second_sums, width);
+            else
+                for (int64_t i = 0; i <= both; i++)
+                    multiply_panel(wide, panels + (pair + i) * panel, sums + i * padded * LANES, different, width);
+            for (int64_t i = 0; i <= both; i++)
+                store_panel(sums + i * padded * LANES, places, bias, out, rows, (pair + i) * LANES, features);
         }
         free(sums);
     }
