@@ -85,6 +85,11 @@ def add_arguments(parser: Parser) -> None:
     output.add_argument(
         "--prompt-logprobs", type=int, metavar="K", help="the same for the prompt's tokens"
     )
+    output.add_argument(
+        "--routed-experts",
+        action="store_true",
+        help="experts of each token, as the base64 text of a .npy file",
+    )
     output.add_argument("--ignore-eos", action="store_true", help="continue after end tokens")
 
 
@@ -99,6 +104,8 @@ def run(args: argparse.Namespace) -> int:
         )
     if args.image and args.prompts is not None:
         raise UserError("--image is for --prompt: name the images of --prompts in its messages")
+    if args.routed_experts and args.prompts is None:
+        raise UserError("--routed-experts is for --prompts: --prompt prints only the text")
     sampling = model_options.sampling_values(args)
     model_options.check_paths(args)
     return _print_one(args, sampling) if args.prompts is None else _write_all(args, sampling)

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from torch import nn
 
+from megatron.bridge.backends.moe.router_replay import check_routers
 from megatron.bridge.checkpoint.model_io import unwrap
 from megatron.bridge.inference import decoding_state
 from megatron.bridge.inference.adapter_bank import AdapterNames
@@ -26,7 +27,7 @@ from megatron.bridge.inference.decoding_state import DecodingState
 from megatron.bridge.inference.grammars import GrammarMatcher, Grammars
 from megatron.bridge.inference.prompts import PromptSight
 from megatron.bridge.inference.requests import Completion, Sampling
-from megatron.bridge.inference.runner import Pixels, Runner, share
+from megatron.bridge.inference.runner import Pixels, RoutedExperts, Runner, share
 from megatron.bridge.inference.sampling import RowOutput, read_logprob, width_of
 from megatron.bridge.inference.scheduler import Limits, ScheduledText, Scheduler, StepPlan
 from megatron.bridge.utils.distributed import broadcast_object
@@ -226,6 +227,8 @@ class Engine(AbstractContextManager["Engine"]):
         self._grammars = Grammars(hf, config.vocabulary, config.ends)
         self._attached = self._state.attached()
         self.weight_version = 0
+        self._routed_experts = RoutedExperts(self._state)
+        self._has_failed = False  # a step failed, so the other ranks may be anywhere
 
     def __enter__(self) -> Self:
         self._attached.__enter__()
@@ -278,6 +281,8 @@ class Engine(AbstractContextManager["Engine"]):
             )
         if sampling.grammar is not None:
             self._grammars.check(sampling.grammar)
+        if sampling.routed_experts:
+            self._check_routers()
         if (sampling.stop or sampling.shown_ids) and self.hf is None:
             raise UserError(
                 f"stop={sampling.stop!r} and shown_ids={sampling.shown_ids!r} need a tokenizer: give stop_ids, or a "
@@ -285,6 +290,13 @@ class Engine(AbstractContextManager["Engine"]):
             )
         self.adapters.check(sampling.adapter_name)
         self._check_memory(longest)
+
+    def _check_routers(self) -> None:
+        if not self._routed_experts.layers:
+            raise UserError(
+                "routed_experts=True: the model has no layers with experts; leave it out"
+            )
+        check_routers(self._state.bare[0].config, "routed_experts=True")
 
     def _check_memory(self, longest: int) -> None:
         if longest > self.lanes[0].arena.size:
@@ -305,7 +317,12 @@ class Engine(AbstractContextManager["Engine"]):
         wants_prompt = sampling.prompt_logprobs is not None and choice == 0
         limit = len(prompt) + sampling.max_new_tokens
         scored = sampling.score_from - 1 if wants_prompt else 0
-        text_options = {"scored": scored, "adapter": sampling.adapter_name, **image_facts}
+        text_options = {
+            "scored": scored,
+            "adapter": sampling.adapter_name,
+            "records_experts": sampling.routed_experts,
+            **image_facts,
+        }
         text = ScheduledText(
             list(prompt), len(prompt), limit, wants_prompt, self._switch, **text_options
         )
@@ -370,9 +387,11 @@ class Engine(AbstractContextManager["Engine"]):
                 table, sum(counts), width, sum(counts[:own_lane]), self._state.device
             ).tolist()
         except BaseException:  # some layers may have advanced their states
+            self._has_failed = True
             for lane in self.lanes:
                 lane.restart()
             raise
+        self._has_failed = False
         for lane, plan in zip(self.lanes, plans, strict=True):
             lane.commit(plan)
         jobs = [job for _, jobs in outputs_and_jobs for job in jobs]
@@ -462,6 +481,12 @@ class Engine(AbstractContextManager["Engine"]):
             job.piece += job.detokenizer.finish()
             job.completion.text = job.detokenizer.text
         job.completion.finish_reason = reason
+        if job.sampling.routed_experts and not self._has_failed:
+            # the last token is not computed, and a text without memory has no experts
+            count = min(job.text.computed, len(job.text.tokens) - 1)
+            job.completion.routed_experts = self._routed_experts.read(
+                job.text.extent or 0, count, job.lane == self._lane
+            )
         self.lanes[job.lane].remove(job.text)
         del self._jobs[id(job.text)]
 

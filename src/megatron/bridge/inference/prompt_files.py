@@ -12,7 +12,12 @@ from typing import IO, Any
 from megatron.bridge.data.records.jsonl import open_data, parse_record
 from megatron.bridge.data.records.media_parts import MEDIA_KEYS
 from megatron.bridge.inference.prompts import Messages, Prompt
-from megatron.bridge.inference.requests import Completion, Sampling, TokenLogprob
+from megatron.bridge.inference.requests import (
+    Completion,
+    Sampling,
+    TokenLogprob,
+    encode_experts,
+)
 from megatron.bridge.utils.errors import UserError, did_you_mean
 
 REQUEST = "request"
@@ -196,6 +201,8 @@ def _completion_record(completion: Completion, sampling: Sampling) -> dict[str, 
     for name in ("logprobs", "prompt_logprobs"):
         if getattr(sampling, name) is not None:
             record[name] = [_logprob_record(token) for token in getattr(completion, name)]
+    if completion.routed_experts is not None:
+        record["routed_experts"] = encode_experts(completion.routed_experts)
     return record
 
 

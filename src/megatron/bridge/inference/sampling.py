@@ -178,7 +178,7 @@ def _choose_token(logits: Tensor, output: RowOutput) -> Tensor | float:
 
 def _score_tokens(logits: Tensor, table: Tensor, scored: list[int], top: int) -> None:
     rows = torch.tensor(scored, device=logits.device)
-    logprobs = logits[rows].float().log_softmax(-1)
+    logprobs = row_logprobs(logits[rows])
     chosen = table[rows, 0].nan_to_num(posinf=0.0).long()
     table[rows, 1] = logprobs.gather(-1, chosen[:, None])[:, 0].double()
     if top:
@@ -186,6 +186,16 @@ def _score_tokens(logits: Tensor, table: Tensor, scored: list[int], top: int) ->
         count = best.size(-1)
         table[rows, FIXED : FIXED + count] = best.double()
         table[rows, FIXED + top : FIXED + top + count] = logprobs.gather(-1, best).double()
+
+
+def row_logprobs(logits: Tensor) -> Tensor:
+    """Return the log-probabilities of logits, both [rows, vocabulary], in float32."""
+    return logits.float().log_softmax(-1)
+
+
+def token_logprobs(logits: Tensor, tokens: Tensor) -> Tensor:
+    """Return the log-probabilities [rows] of ``tokens`` [rows] with the bits of completions."""
+    return row_logprobs(logits.contiguous()).gather(-1, tokens[:, None])[:, 0]
 
 
 def _order_logprobs(logprobs: Tensor) -> Tensor:

@@ -109,6 +109,7 @@ class ScheduledText:
     slot: int | None = None  # index of recurrent states; None without memory
     shares: bool = True  # whether other texts may reuse its caches
     adapter: str | None = None  # name of its adapter
+    records_experts: bool = False  # whether the experts of its tokens are stored with its caches
     images: Any = None  # images of the prompt
     ahead: list[int] | None = (
         None  # number of later tokens that each prompt token attends to; None if causal
@@ -187,6 +188,11 @@ class StepPlan:
     def outputs(self) -> int:
         """Rows whose logits are needed."""
         return sum(len(work.scored) + work.samples for work in self.work)
+
+    @property
+    def records_experts(self) -> bool:
+        """Whether a text of this step stores the experts of its tokens."""
+        return any(work.text.records_experts for work in self.work)
 
     @property
     def images(self) -> Any:
@@ -433,6 +439,8 @@ class Scheduler:
             donor = self._chunks.get(key)
             if donor is None or donor.extent is None or donor.adapter != text.adapter:
                 break
+            if donor.records_experts != text.records_experts:
+                break
             if donor.tokens[:stop] != text.tokens[:stop]:
                 break
             best = donor, stop
@@ -448,7 +456,7 @@ class Scheduler:
 
 def _prefix_hashes(text: ScheduledText, stop: int, chunk: int) -> Iterator[tuple[int, int]]:
     """Yield length and hash of each prefix of full chunks, up to ``stop`` tokens."""
-    key = hash(text.adapter)
+    key = hash((text.adapter, text.records_experts))
     for end in range(chunk, stop + 1, chunk):
         key = hash((key, *text.tokens[end - chunk : end]))
         yield end, key

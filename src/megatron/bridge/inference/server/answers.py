@@ -92,6 +92,7 @@ class Choice:
     logprobs: list[TokenLogprob] = field(default_factory=list)
     prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
     finish_reason: str | None = None
+    routed_experts: str | None = None  # experts of its tokens, if requested, when it is over
 
     def add(self, progress: ChoiceProgress) -> None:
         self.text += progress.piece
@@ -99,6 +100,12 @@ class Choice:
         self.logprobs += progress.logprobs
         self.prompt_logprobs += progress.prompt_logprobs
         self.finish_reason = progress.finish_reason
+        self.routed_experts = progress.routed_experts
+
+
+def _experts_field(choice: Choice) -> Json:
+    """Return vLLM's field with the experts of a choice that is over and asked for them."""
+    return {} if choice.routed_experts is None else {"routed_experts": choice.routed_experts}
 
 
 def usage(prompts: Sequence[Sequence[int]], choices: Sequence[Choice]) -> Json:
@@ -169,7 +176,13 @@ class CompletionFormat:
     ) -> Json:
         formatted = None if self.top is None else self._logprobs(choice, logprobs, echo)
         reason = choice.finish_reason if over else None
-        return {"index": choice.index, "text": text, "logprobs": formatted, "finish_reason": reason}
+        return {
+            "index": choice.index,
+            "text": text,
+            "logprobs": formatted,
+            "finish_reason": reason,
+            **_experts_field(choice),
+        }
 
     def _logprobs(self, choice: Choice, logprobs: Sequence[TokenLogprob], echo: bool) -> Json:
         lists: Json = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
@@ -288,6 +301,7 @@ class ChatFormat:
             name: value,
             "logprobs": content,
             "finish_reason": self._finish_reason(choice),
+            **_experts_field(choice),
         }
 
     def _finish_reason(self, choice: Choice) -> str | None:

@@ -6,7 +6,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from megatron.bridge.inference.engine import Engine, InferenceJob
-from megatron.bridge.inference.requests import FinishReason, Sampling, TokenLogprob
+from megatron.bridge.inference.requests import (
+    FinishReason,
+    Sampling,
+    TokenLogprob,
+    encode_experts,
+)
 from megatron.bridge.utils.distributed import broadcast_object
 from megatron.bridge.utils.errors import UserError
 
@@ -49,6 +54,7 @@ class ChoiceProgress:
     logprobs: list[TokenLogprob] = field(default_factory=list)
     prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
     finish_reason: FinishReason | None = None
+    routed_experts: str | None = None
 
 
 Event = Accepted | RefusedRequest | ChoiceProgress
@@ -164,6 +170,9 @@ def _unreported_part(request: int, sent: _Sent) -> ChoiceProgress | None:
             logprobs[sent.logprobs :],
             completion.prompt_logprobs[sent.prompt_logprobs :],
             completion.finish_reason,
+            None
+            if completion.routed_experts is None
+            else encode_experts(completion.routed_experts),
         )
         sent.text = len(text)
         sent.tokens = len(completion.tokens)
