@@ -5,10 +5,13 @@ from itertools import pairwise
 
 import torch
 from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.pipeline_parallel import get_forward_backward_func
 
+from megatron.bridge.checkpoint.model_io import unwrap
 from megatron.bridge.inference.engine import Engine
 from megatron.bridge.inference.requests import Sampling
 from megatron.bridge.inference.rollout_numerics import RolloutNumerics
+from tests.families import decoding
 
 SAMPLING = Sampling(max_new_tokens=13, temperature=1.0, seed=5, n=2, logprobs=0, prompt_logprobs=0)
 
@@ -79,3 +82,41 @@ def largest_difference(model, config, vocabulary, exact=True):
     for chunk in model:
         chunk.eval()
     return (-losses.detach()[0, rows] - expected).abs().max().item()
+
+
+def largest_difference_of_steps(case, layout, bf16):
+    """The same for two microbatches of a training step under ``layout``, on the last pipeline stage; 0.0 on others."""
+    model = decoding.decoder(case, layout, bf16=bf16)
+    vocabulary = case.row.config["vocab_size"]
+    config = decoding.engine_config(case, pack=True, chunk=8)
+    completions = rollouts(model, config, vocabulary)
+    differences = [0.0]
+
+    def step(batches, chunk):
+        batch = next(batches)
+        tokens, labels, positions, packed, bounds = pack(batch)
+        with numerics.microbatch([len(completion.prompt_tokens) for completion in batch]):
+            output = chunk(tokens, positions, None, labels=labels, packed_seq_params=packed)
+
+        def loss(losses):
+            rows, expected = rollout_logprobs(batch, bounds)
+            differences.append((-losses.detach()[0, rows] - expected).abs().max().item())
+            return losses.mean(), {}
+
+        return output, loss
+
+    for chunk in model:
+        chunk.train()
+        unwrap(chunk).config.moe_aux_loss_coeff = 0.0
+    batches = [completions, completions[::-1]]
+    with RolloutNumerics(model, vocabulary=vocabulary, pack=True, chunk=8) as numerics:
+        get_forward_backward_func()(
+            forward_step_func=step,
+            data_iterator=[iter(batches) for _ in model],
+            model=model,
+            num_microbatches=2,
+            seq_length=pack(completions)[0].size(1),
+            micro_batch_size=1,
+            forward_only=False,
+        )
+    return max(differences)

@@ -6,10 +6,12 @@ import torch
 
 from megatron.bridge.inference.rollout_numerics import RolloutNumerics
 from megatron.bridge.utils.errors import UserError
-from tests.families import decoding, rollouts
+from tests.families import decoding, harness, rollouts
+from tests.families.rows import ROWS
+from tests.unit_tests.inference.test_batch_invariance import EVEN
 
 BOTH = ("llama_tied", "qwen3_moe", "deepseek_v3")
-IN_FLOAT32 = ("qwen3", "qwen3_next", "gpt_oss", "nemotron_h")
+IN_FLOAT32 = ("qwen3", "gpt_oss", "nemotron_h")
 IN_BFLOAT16 = ("gemma2", "gemma4_experts", "lfm2", "olmoe")
 
 
@@ -24,6 +26,14 @@ IN_BFLOAT16 = ("gemma2", "gemma4_experts", "lfm2", "olmoe")
 def test_logprobs_are_those_of_rollouts(family_case, name, bf16):
     case = family_case(name)
     model = decoding.decoder(case, "one", bf16=bf16)
+    config = decoding.engine_config(case, pack=True, chunk=8)
+    assert rollouts.largest_difference(model, config, case.row.config["vocab_size"]) == 0.0
+
+
+def test_recurrent_layers_whose_widths_are_multiples_of_8(tmp_path, monkeypatch):
+    monkeypatch.setitem(ROWS, EVEN.name, EVEN)
+    case = harness.make_reference(EVEN, tmp_path / "even")
+    model = decoding.decoder(case, "one", bf16=True)
     config = decoding.engine_config(case, pack=True, chunk=8)
     assert rollouts.largest_difference(model, config, case.row.config["vocab_size"]) == 0.0
 

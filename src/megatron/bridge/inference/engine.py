@@ -30,6 +30,7 @@ from megatron.bridge.inference.requests import Completion, Sampling
 from megatron.bridge.inference.runner import Pixels, RoutedExperts, Runner, share
 from megatron.bridge.inference.sampling import RowOutput, read_logprob, width_of
 from megatron.bridge.inference.scheduler import Limits, ScheduledText, Scheduler, StepPlan
+from megatron.bridge.inference.speculation import Drafter, NgramDrafter, Speculation
 from megatron.bridge.utils.distributed import broadcast_object
 from megatron.bridge.utils.errors import UserError
 
@@ -170,6 +171,7 @@ class EngineConfig:
         False  # layers with a window cache only the window; texts then do not share caches
     )
     graphs: bool = False  # on one rank, replay single-token steps if the model's kernels allow it
+    speculation: Speculation | None = None  # drafts several tokens of a text for each step
     pack: bool = False  # on CPUs, store weights in oneDNN's packed format: about twice as fast
 
 
@@ -224,6 +226,13 @@ class Engine(AbstractContextManager["Engine"]):
         ]
         self._lane = parallel_state.get_data_parallel_rank()
         self._jobs: dict[int, InferenceJob] = {}
+        self._drafter: Drafter | None = (
+            NgramDrafter(config.speculation) if config.speculation else None
+        )
+        self.drafted_tokens = 0
+        """Number of drafts that were computed so far."""
+        self.accepted_tokens = 0
+        """Number of these that are tokens of their texts."""
         self._grammars = Grammars(hf, config.vocabulary, config.ends)
         self._attached = self._state.attached()
         self.weight_version = 0
@@ -376,6 +385,7 @@ class Engine(AbstractContextManager["Engine"]):
 
     def step(self) -> list[InferenceJob]:
         """Compute one step of every lane; return the jobs that got a token or ended."""
+        self._propose_drafts()
         plans = [lane.plan() for lane in self.lanes]
         outputs_and_jobs = [self._outputs(plan) for plan in plans]
         width = width_of([output for outputs, _ in outputs_and_jobs for output in outputs])
@@ -400,8 +410,19 @@ class Engine(AbstractContextManager["Engine"]):
             job.piece = ""
         for job, output, row in zip(jobs, outputs, rows, strict=True):
             self._take(job, output, row, width)
+        for text in (work.text for plan in plans for work in plan.work if work.drafts):
+            text.drafts = []
         self._finish_prompts(plans)
         return list(dict.fromkeys(jobs))
+
+    def _propose_drafts(self) -> None:
+        if self._drafter is None:
+            return
+        assert self.config.speculation is not None
+        limit = self.config.speculation.num_speculative_tokens
+        for text in (text for lane in self.lanes for text in lane.running if text.is_decoding):
+            most = min(limit, text.most_drafts)
+            text.drafts = self._drafter.propose(text, most) if most else []
 
     def run(self) -> Iterator[InferenceJob]:
         """Run steps until no job is left, and yield each job when it ends."""
@@ -416,21 +437,30 @@ class Engine(AbstractContextManager["Engine"]):
             targets = [(position, work.text.tokens[position + 1]) for position in work.scored]
             sampled = [(work.start + work.count - 1, None)] if work.samples else []
             for position, target in (*targets, *sampled):
-                outputs.append(self._output_of_job(job, work.row + position - work.start, target))
+                row = work.row + position - work.start
+                outputs.append(self._output_of_job(job, row, target, work.drafts))
                 jobs.append(job)
         return outputs, jobs
 
-    def _output_of_job(self, job: InferenceJob, row: int, target: int | None) -> RowOutput:
+    def _output_of_job(
+        self, job: InferenceJob, row: int, target: int | None, drafts: int
+    ) -> RowOutput:
+        """Return what to compute from a row, after the first ``drafts`` drafts of the text."""
         sampling = job.sampling
         completion = job.completion
+        tokens = job.text.tokens
+        draft = None
+        if drafts:
+            tokens = tokens + job.text.drafts[:drafts]
+            draft = tokens[-1]
         excluded_ids: tuple[int, ...] = ()
-        if len(completion.tokens) < sampling.min_new_tokens:
+        if len(completion.tokens) + drafts < sampling.min_new_tokens:
             ends = () if sampling.ignore_eos else self.config.ends
             excluded_ids = (*ends, *sampling.stop_ids)
         return RowOutput(
             row=row,
             sampling=sampling,
-            tokens=job.text.tokens,
+            tokens=tokens,
             prompt_length=job.text.prompt_length,
             seed=completion.seed,
             choice=completion.choice,
@@ -438,11 +468,14 @@ class Engine(AbstractContextManager["Engine"]):
             top=sampling.logprobs if target is None else sampling.prompt_logprobs,
             matcher=job.matcher,
             excluded_ids=excluded_ids,
+            draft=draft,
         )
 
     def _take(self, job: InferenceJob, output: RowOutput, row: Sequence[float], width: int) -> None:
         if output.target is not None:
             job.completion.prompt_logprobs.append(read_logprob(row, output.top or 0, width))
+            return
+        if output.draft is not None and not self._accept_draft(job, output):
             return
         if not math.isfinite(row[0]):
             self._finish(job, "error" if math.isnan(row[0]) else "grammar")
@@ -454,6 +487,16 @@ class Engine(AbstractContextManager["Engine"]):
         if output.top is not None:
             job.completion.logprobs.append(read_logprob(row, output.top, width))
         self._end_or_go_on(job, token)
+
+    def _accept_draft(self, job: InferenceJob, output: RowOutput) -> bool:
+        """Return whether the text has got exactly the drafts that a row follows; its caches then have them, too."""
+        self.drafted_tokens += 1
+        text = job.text
+        if job.is_over or len(text.tokens) != len(output.tokens) or text.tokens[-1] != output.draft:
+            return False
+        self.accepted_tokens += 1
+        text.computed += 1
+        return True
 
     def _end_or_go_on(self, job: InferenceJob, token: int) -> None:
         sampling = job.sampling
@@ -488,6 +531,8 @@ class Engine(AbstractContextManager["Engine"]):
                 job.text.extent or 0, count, job.lane == self._lane
             )
         self.lanes[job.lane].remove(job.text)
+        if self._drafter is not None:
+            self._drafter.forget(job.text)
         del self._jobs[id(job.text)]
 
 
@@ -508,6 +553,11 @@ def _find_limits(chunks: Sequence[nn.Module], config: EngineConfig, reuses: bool
         dist.all_reduce(smallest, dist.ReduceOp.MIN)
         tokens = int(smallest[0])
         states = -int(smallest[1])
+    if states and config.speculation is not None:
+        raise UserError(
+            "speculative decoding does not work with states that cannot be undone: those of recurrent layers, and "
+            "windows as rings (window_rings=True); leave out speculative"
+        )
     if tokens < 32:
         raise UserError(
             f"kv_memory={config.kv_memory} holds {max(tokens, 0)} tokens in addition to the states of "

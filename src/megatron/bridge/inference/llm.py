@@ -60,6 +60,8 @@ class LLM:
         prefix_reuse: texts reuse the caches of others that begin with the same tokens, in full chunks.
         window_rings: layers with a sliding window cache only the window, so more texts fit, but texts do not share
             prefixes.
+        speculative: draft tokens: ``{"method": "ngram", "num_speculative_tokens": 4}`` and further fields of
+            ``speculation.Speculation``, which are those of vLLM; None computes one token of a text in each step.
         graphs: on one rank, replay decoding steps if the model always launches the same kernels.
         chunk: tokens of a prompt that one step computes together.
         rows: maximum new tokens in a step, but one chunk fits with any number of single tokens; None is 1,024 on a
@@ -87,6 +89,7 @@ class LLM:
         kv_memory: int = 4 << 30,
         prefix_reuse: bool = True,
         window_rings: bool = False,
+        speculative: Mapping[str, Any] | None = None,
         graphs: bool = True,
         chunk: int = 256,
         rows: int | None = None,
@@ -120,6 +123,7 @@ class LLM:
         from megatron.bridge.inference.engine import Engine, EngineConfig
         from megatron.bridge.inference.loading import load
         from megatron.bridge.inference.prompts import PromptReader, declared_ends, end_tokens
+        from megatron.bridge.inference.speculation import Speculation
         from megatron.bridge.models.vision.sharing import rank_share
         from megatron.bridge.utils import unpickling
 
@@ -143,6 +147,7 @@ class LLM:
             ends |= reader.end_of_turn()
         same = {name: options[name] for name in _ENGINE}
         same["rows"] = same["rows"] or (8192 if has_cuda() else 1024)
+        same["speculation"] = Speculation.of(options["speculative"])
         config = EngineConfig(context, model.vocabulary, frozenset(ends), pack=True, **same)
         self.reader = reader
         self.max_context = context

@@ -91,7 +91,7 @@ class Runner:
             text = work.text
             assert text.extent is not None
             assert text.slot is not None
-            tokens += text.tokens[work.start : work.start + work.count]
+            tokens += work.tokens
             ahead = None
             if text.ahead is not None and work.start == 0:
                 later_tokens = text.ahead + [0] * (work.count - len(text.ahead))

@@ -114,6 +114,7 @@ class ScheduledText:
     ahead: list[int] | None = (
         None  # number of later tokens that each prompt token attends to; None if causal
     )
+    drafts: list[int] = field(default_factory=list)  # tokens that may follow in the next step
 
     def __post_init__(self) -> None:
         # if a text is only scored, its last token has no successor
@@ -140,6 +141,19 @@ class ScheduledText:
     def needs_sample(self) -> bool:
         return len(self.tokens) < self.limit
 
+    @property
+    def is_decoding(self) -> bool:
+        """Whether the next step computes a single token."""
+        return self.slot is not None and self.computed >= self.chunked
+
+    @property
+    def most_drafts(self) -> int:
+        """Number of drafts that can be accepted in the next step: another token is sampled after them."""
+        most = self.limit - len(self.tokens) - 1
+        if self.switch is not None and not self.long:  # a longer text is computed again
+            most = min(most, self.switch - self.computed - 1)
+        return max(0, most) if self.computed == len(self.tokens) - 1 else 0
+
 
 @dataclass(frozen=True)
 class Work:
@@ -149,11 +163,22 @@ class Work:
     row: int
     start: int
     count: int
+    drafts: int = (
+        0  # number of drafts up to this token, which is the last of them unless there are none
+    )
+
+    @property
+    def tokens(self) -> list[int]:
+        """The tokens that are computed."""
+        if self.drafts:
+            return [self.text.drafts[self.drafts - 1]]
+        return self.text.tokens[self.start : self.start + self.count]
 
     @property
     def samples(self) -> bool:
         """Whether this step samples the next token of the text."""
-        return self.start + self.count == len(self.text.tokens) and self.text.needs_sample
+        known = len(self.text.tokens) + self.drafts
+        return self.start + self.count == known and self.text.needs_sample
 
     @property
     def scored(self) -> range:
@@ -183,6 +208,7 @@ class StepPlan:
     copies: list[Copy] = field(default_factory=list)
     work: list[Work] = field(default_factory=list)
     rows: int = 0
+    decoding_rows: int = 0  # rows of texts that decode, with drafts
 
     @property
     def outputs(self) -> int:
@@ -281,6 +307,8 @@ class Scheduler:
             )
             if decodes and self._fits(text, text.computed + 1, plan):
                 self._append(plan, text, text.computed, 1)
+                self._append_drafts(plan, text)
+                plan.decoding_rows = plan.rows
         for text in self.running:
             self._plan_prompt(text, plan)
         while self.waiting and self._has_room(plan, self.waiting[0], 0):
@@ -294,6 +322,8 @@ class Scheduler:
         for work in plan.work:
             text = work.text
             text.scored = work.scored.stop if work.scored else text.scored
+            if work.drafts:  # counted when it is accepted
+                continue
             text.computed = work.start + work.count
             if self.limits.reuses and text.shares and text.computed <= text.prompt_length:
                 for end, key in _prefix_hashes(text, text.computed, self.limits.chunk):
@@ -307,7 +337,7 @@ class Scheduler:
         ):  # a step encodes the images of only one text
             return False
         return (
-            plan.rows <= len(self.running)
+            plan.rows <= max(len(self.running), plan.decoding_rows)
             or plan.rows + self._chunk(text, start) <= self.limits.rows
         )
 
@@ -323,9 +353,21 @@ class Scheduler:
             self._append(plan, text, start, count)
             start += count
 
-    def _append(self, plan: StepPlan, text: ScheduledText, start: int, count: int) -> None:
-        plan.work.append(Work(text, plan.rows, start, count))
+    def _append(
+        self, plan: StepPlan, text: ScheduledText, start: int, count: int, drafts: int = 0
+    ) -> None:
+        plan.work.append(Work(text, plan.rows, start, count, drafts))
         plan.rows += count
+
+    def _append_drafts(self, plan: StepPlan, text: ScheduledText) -> None:
+        """Compute the drafts of a text one by one, as its tokens are; there must be memory for them."""
+        assert text.extent is not None
+        size = text.computed + 1 + len(text.drafts)
+        held = self.arena.length(text.extent)
+        if size > held and not self.arena.grow(text.extent, size):
+            text.drafts = text.drafts[: held - text.computed - 1]
+        for index in range(len(text.drafts)):
+            self._append(plan, text, text.computed + 1 + index, 1, index + 1)
 
     def _admit(self, text: ScheduledText, plan: StepPlan) -> bool:
         """Allocate memory for ``text`` and let it run; return False if there is not enough."""
@@ -398,12 +440,13 @@ class Scheduler:
         self._release(text)
         text.slot = None
         text.computed = 0
+        text.drafts = []
         self.waiting.appendleft(text)
         remaining_work = [work for work in plan.work if work.text is not text]
         plan.work = []
         plan.rows = 0
         for work in remaining_work:
-            self._append(plan, work.text, work.start, work.count)
+            self._append(plan, work.text, work.start, work.count, work.drafts)
 
     def restart(self) -> None:
         """Compute all running texts again from their first token."""
