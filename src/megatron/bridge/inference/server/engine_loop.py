@@ -70,6 +70,8 @@ class Load:
         caches: The fraction of the caches in use.
         prefix_queries: Tokens of prompts so far for which cached prefixes were looked up.
         prefix_hits: Tokens of these that were not computed again.
+        drafted: Draft tokens that were computed so far.
+        accepted: Draft tokens that became tokens of their texts.
     """
 
     running: int = 0
@@ -77,6 +79,8 @@ class Load:
     caches: float = 0.0
     prefix_queries: int = 0
     prefix_hits: int = 0
+    drafted: int = 0
+    accepted: int = 0
 
 
 @dataclass
@@ -152,6 +156,8 @@ class EngineLoop:
             caches=held / size if size else 0.0,
             prefix_queries=sum(lane.prefix_queries for lane in lanes),
             prefix_hits=sum(lane.prefix_hits for lane in lanes),
+            drafted=self._engine.drafted_tokens,
+            accepted=self._engine.accepted_tokens,
         )
 
 
