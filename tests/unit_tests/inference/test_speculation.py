@@ -4,13 +4,15 @@
 from dataclasses import replace
 
 import pytest
+import torch
 
 from megatron.bridge.inference.engine import Engine
 from megatron.bridge.inference.requests import Sampling
 from megatron.bridge.inference.scheduler import ScheduledText
 from megatron.bridge.inference.speculation import NgramDrafter, Speculation
 from megatron.bridge.utils.errors import UserError
-from tests.families import decoding
+from tests.families import decoding, harness, next_tokens
+from tests.families.rows import ROWS
 
 NGRAM = Speculation(num_speculative_tokens=4, prompt_lookup_min=1)
 
@@ -182,3 +184,73 @@ def test_states_that_cannot_be_undone_are_refused(family_case, name, rings):
     config = decoding.engine_config(case, speculation=NGRAM, window_rings=rings)
     with pytest.raises(UserError, match="leave out speculative"):
         Engine(decoding.decoder(case, "one"), config)
+
+
+def model_with_mtp(case, layout="one", bf16=False):
+    provider = harness.AutoBridge.from_hf_pretrained(case.checkpoint).to_megatron_provider()
+    settings = {**harness.LAYOUTS[layout], "sequence_parallel": False}
+    for name, value in harness.settings(provider, settings, case.row.provider).items():
+        setattr(provider, name, value)
+    provider.backend = "torch"
+    model = provider.provide_distributed_model(wrap_with_ddp=False, bf16=bf16)
+    for chunk in model:
+        chunk.eval()
+    return model
+
+
+MTP = Speculation(method="mtp", num_speculative_tokens=3)
+
+
+@pytest.mark.parametrize(
+    ("name", "bf16"), [("mimo", False), ("mimo", True), ("glm4_moe_next_tokens", True)]
+)
+def test_texts_are_those_without_drafts_of_mtp_layers(family_case, name, bf16):
+    case = family_case(name)
+    model = model_with_mtp(case, bf16=bf16)
+    vocabulary = case.row.config["vocab_size"]
+    config = decoding.engine_config(
+        case, pack=True, chunk=8, rows=16, max_requests=4, graphs=True, max_context=64
+    )
+    expected, _ = completions(model, config, vocabulary)
+    found, (drafted, accepted) = completions(model, replace(config, speculation=MTP), vocabulary)
+    assert found == expected
+    assert drafted > 0
+    assert accepted <= drafted
+
+
+def test_drafts_are_those_of_transformers_layer(tmp_path, monkeypatch):
+    """The first draft of each step is what transformers' MTP layer predicts from the complete text."""
+    monkeypatch.setitem(ROWS, next_tokens.ROW.name, next_tokens.ROW)
+    case = next_tokens.make_reference(tmp_path)
+    hf, mtp = next_tokens.load(case.checkpoint)
+    with Engine(
+        model_with_mtp(case), decoding.engine_config(case, chunk=8, rows=16, speculation=MTP)
+    ) as engine:
+        jobs = []
+        for length in (5, 21, 13):
+            prompt = list(range(3, 3 + length))
+            jobs += engine.submit(prompt, Sampling(max_new_tokens=7))
+        compared = 0
+        while not engine.is_idle:
+            engine.step()
+            for text in (job.text for job in jobs if job.text.drafts):
+                ids = torch.tensor([[*text.tokens, 0]])
+                with torch.no_grad():
+                    output = hf(ids, use_cache=False, output_hidden_states=True)
+                    of_depths = next_tokens.next_logits(mtp, output.hidden_states[-1], ids)
+                logits = of_depths[0][0, len(text.tokens) - 2]
+                assert text.drafts[0] == logits.argmax()
+                compared += 1
+    assert compared >= 12
+
+
+@pytest.mark.parametrize(
+    ("name", "changes"), [("llama_tied", {}), ("mimo", {"sequence_parallel": True})]
+)
+def test_models_without_usable_mtp_layers_are_refused(family_case, name, changes):
+    case = family_case(name)
+    model = model_with_mtp(case)
+    for field_name, value in changes.items():
+        setattr(model[0].config, field_name, value)
+    with pytest.raises(UserError, match=r"method='mtp'.*use ngram"):
+        Engine(model, decoding.engine_config(case, speculation=MTP))

@@ -169,6 +169,10 @@ class DecodingState:
             cache.step = step
         for _, cache in self._expert_caches:
             cache.is_recording = records_experts
+        self.select_logits(rows)
+
+    def select_logits(self, rows: Sequence[int] | None) -> None:
+        """Let the output layer compute the logits of ``rows`` of the step, or of all rows if None."""
         if rows is None:
             self._rows = None
             return

@@ -10,7 +10,7 @@ import secrets
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, Self, get_args
 
 import torch
@@ -25,6 +25,7 @@ from megatron.bridge.inference.adapter_bank import AdapterNames
 from megatron.bridge.inference.decoding_graphs import DecodingGraphs
 from megatron.bridge.inference.decoding_state import DecodingState
 from megatron.bridge.inference.grammars import GrammarMatcher, Grammars
+from megatron.bridge.inference.mtp_drafts import MtpDrafter
 from megatron.bridge.inference.prompts import PromptSight
 from megatron.bridge.inference.requests import Completion, Sampling
 from megatron.bridge.inference.runner import Pixels, RoutedExperts, Runner, share
@@ -217,7 +218,9 @@ class Engine(AbstractContextManager["Engine"]):
             chunks, limits.tokens, limits.requests, config.pack, config.window_rings
         )
         graphs = None
-        if config.graphs and not self.adapters.names:
+        self._drafter = self._make_drafter(chunks)
+        # the drafts of MTP layers need the hidden states of each step, which replay does not return
+        if config.graphs and not self.adapters.names and not isinstance(self._drafter, MtpDrafter):
             graphs = DecodingGraphs.of(chunks, self._state, config.max_context)
         self._runner = Runner(chunks, self._state, config.vocabulary, self.adapters, pixels, graphs)
         self._sight = PromptSight(bare[0].config, pixels is not None)
@@ -226,24 +229,40 @@ class Engine(AbstractContextManager["Engine"]):
         ]
         self._lane = parallel_state.get_data_parallel_rank()
         self._jobs: dict[int, InferenceJob] = {}
-        self._drafter: Drafter | None = (
-            NgramDrafter(config.speculation) if config.speculation else None
-        )
         self.drafted_tokens = 0
         """Number of drafts that were computed so far."""
         self.accepted_tokens = 0
         """Number of these that are tokens of their texts."""
         self._grammars = Grammars(hf, config.vocabulary, config.ends)
         self._attached = self._state.attached()
+        self._drafter_attached: AbstractContextManager[None] | None = None
         self.weight_version = 0
         self._routed_experts = RoutedExperts(self._state)
         self._has_failed = False  # a step failed, so the other ranks may be anywhere
 
+    def _make_drafter(self, chunks: Sequence[nn.Module]) -> Drafter | None:
+        settings = self.config.speculation
+        if settings is None:
+            return None
+        if settings.method == "ngram":
+            return NgramDrafter(settings)
+        if self.adapters.names:
+            raise UserError(
+                "speculative method='mtp' does not work with several adapters: use ngram, or serve each on its own"
+            )
+        count = settings.num_speculative_tokens
+        return MtpDrafter(chunks, self._state, self.config.vocabulary, count)
+
     def __enter__(self) -> Self:
         self._attached.__enter__()
+        if isinstance(self._drafter, MtpDrafter):
+            self._drafter_attached = self._drafter.attached()
+            self._drafter_attached.__enter__()
         return self
 
     def __exit__(self, *error: Any) -> None:
+        if self._drafter_attached is not None:
+            self._drafter_attached.__exit__(*error)
         self._attached.__exit__(*error)
 
     def submit(self, prompt: Sequence[int], sampling: Sampling) -> list[InferenceJob]:
@@ -413,6 +432,8 @@ class Engine(AbstractContextManager["Engine"]):
         for text in (work.text for plan in plans for work in plan.work if work.drafts):
             text.drafts = []
         self._finish_prompts(plans)
+        if isinstance(self._drafter, MtpDrafter):
+            self._draft_with_model(self._drafter, plans)
         return list(dict.fromkeys(jobs))
 
     def _propose_drafts(self) -> None:
@@ -423,6 +444,26 @@ class Engine(AbstractContextManager["Engine"]):
         for text in (text for lane in self.lanes for text in lane.running if text.is_decoding):
             most = min(limit, text.most_drafts)
             text.drafts = self._drafter.propose(text, most) if most else []
+
+    def _draft_with_model(self, drafter: MtpDrafter, plans: Sequence[StepPlan]) -> None:
+        """Make the drafts of the texts that got a token in this step and go on."""
+        assert self.config.speculation is not None
+        limit = self.config.speculation.num_speculative_tokens
+        drafting: list[list[tuple[ScheduledText, int]]] = []
+        for lane, plan in zip(self.lanes, plans, strict=True):
+            texts = {id(work.text): work.text for work in plan.work if work.text.is_decoding}
+            wanted = [(text, min(limit, text.most_drafts)) for text in texts.values()]
+            drafting.append(
+                [(text, lane.reserve_drafts(text, most)) for text, most in wanted if most]
+            )
+
+        def output_of(text: ScheduledText, row: int) -> RowOutput:
+            job = self._jobs[id(text)]
+            output = self._output_of_job(job, row, None, len(text.drafts))
+            # drafts are not checked against a grammar, and their log-probabilities are not returned
+            return replace(output, matcher=None, draft=None, top=None)
+
+        drafter.draft(plans, self._lane, drafting, output_of)
 
     def run(self) -> Iterator[InferenceJob]:
         """Run steps until no job is left, and yield each job when it ends."""

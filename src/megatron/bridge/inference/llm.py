@@ -60,8 +60,8 @@ class LLM:
         prefix_reuse: texts reuse the caches of others that begin with the same tokens, in full chunks.
         window_rings: layers with a sliding window cache only the window, so more texts fit, but texts do not share
             prefixes.
-        speculative: draft tokens: ``{"method": "ngram", "num_speculative_tokens": 4}`` and further fields of
-            ``speculation.Speculation``, which are those of vLLM; None computes one token of a text in each step.
+        speculative: draft tokens with ``{"method": "ngram", "num_speculative_tokens": 4}`` or ``mtp``; further settings
+            are fields of ``speculation.Speculation``. None computes one token of a text in each step.
         graphs: on one rank, replay decoding steps if the model always launches the same kernels.
         chunk: tokens of a prompt that one step computes together.
         rows: maximum new tokens in a step, but one chunk fits with any number of single tokens; None is 1,024 on a
@@ -123,13 +123,14 @@ class LLM:
         from megatron.bridge.inference.engine import Engine, EngineConfig
         from megatron.bridge.inference.loading import load
         from megatron.bridge.inference.prompts import PromptReader, declared_ends, end_tokens
-        from megatron.bridge.inference.speculation import Speculation
+        from megatron.bridge.inference.speculation import Speculation, uses_mtp
         from megatron.bridge.models.vision.sharing import rank_share
         from megatron.bridge.utils import unpickling
 
         distributed.initialize()
         names = ("dtype", "adapter", "adapters", "tokenizer", "trust_remote_code", "media_root")
-        more = {name: options[name] for name in names}
+        speculation = Speculation.of(options["speculative"])
+        more = {name: options[name] for name in names} | {"with_mtp": uses_mtp(speculation)}
         with unpickling.trusting(options["trust_checkpoint"]):
             model = load(path, parallel_sizes(options), **more)
         context = options["max_context"] or model.max_context
@@ -147,7 +148,7 @@ class LLM:
             ends |= reader.end_of_turn()
         same = {name: options[name] for name in _ENGINE}
         same["rows"] = same["rows"] or (8192 if has_cuda() else 1024)
-        same["speculation"] = Speculation.of(options["speculative"])
+        same["speculation"] = speculation
         config = EngineConfig(context, model.vocabulary, frozenset(ends), pack=True, **same)
         self.reader = reader
         self.max_context = context

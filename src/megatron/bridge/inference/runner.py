@@ -79,7 +79,7 @@ class Runner:
         logits = self._forward(ids, step, self._inputs(plan, step))
         if step.rows >= _MANY_ROWS and self._state.device.type == "cpu":
             allocator.trim()
-        if logits is None or not _is_sampling_rank():
+        if logits is None or not is_sampling_rank():
             return None
         logits = logits[0, : len(outputs), : self._vocabulary]
         return choose_outputs(logits, outputs, width)
@@ -185,7 +185,7 @@ def _three_axes(plan: StepPlan, step: DecodingStep) -> Tensor:
     return positions
 
 
-def _is_sampling_rank() -> bool:
+def is_sampling_rank() -> bool:
     """Return whether this rank of the last stage samples; context-parallel ranks have the same logits."""
     return (
         parallel_state.get_tensor_model_parallel_rank() == 0

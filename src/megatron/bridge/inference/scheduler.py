@@ -359,13 +359,18 @@ class Scheduler:
         plan.work.append(Work(text, plan.rows, start, count, drafts))
         plan.rows += count
 
+    def reserve_drafts(self, text: ScheduledText, most: int) -> int:
+        """Return for how many drafts, up to ``most``, a text has memory, after growing it if that is possible."""
+        assert text.extent is not None
+        size = text.computed + 1 + most
+        held = self.arena.length(text.extent)
+        if size <= held or self.arena.grow(text.extent, size):
+            return most
+        return held - text.computed - 1
+
     def _append_drafts(self, plan: StepPlan, text: ScheduledText) -> None:
         """Compute the drafts of a text one by one, as its tokens are; there must be memory for them."""
-        assert text.extent is not None
-        size = text.computed + 1 + len(text.drafts)
-        held = self.arena.length(text.extent)
-        if size > held and not self.arena.grow(text.extent, size):
-            text.drafts = text.drafts[: held - text.computed - 1]
+        text.drafts = text.drafts[: self.reserve_drafts(text, len(text.drafts))]
         for index in range(len(text.drafts)):
             self._append(plan, text, text.computed + 1 + index, 1, index + 1)
 

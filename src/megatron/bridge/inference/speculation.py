@@ -13,7 +13,7 @@ from typing import Any, Protocol
 from megatron.bridge.inference.scheduler import ScheduledText
 from megatron.bridge.utils.errors import UserError, did_you_mean
 
-METHODS = ("ngram",)
+METHODS = ("ngram", "mtp")
 _MOST_TOKENS = 32
 
 
@@ -21,7 +21,9 @@ _MOST_TOKENS = 32
 class Speculation:
     """How drafts are made; the names are those of vLLM."""
 
-    method: str = "ngram"  # ``ngram`` looks up what followed the last tokens earlier in the text
+    # ``ngram`` looks up what followed the last tokens earlier in the text, and ``mtp`` asks the model's own layer of
+    # multi-token prediction
+    method: str = "ngram"
     num_speculative_tokens: int = 4  # maximum drafts of a text in each step
     prompt_lookup_max: int = 4  # maximum tokens that are looked up together; longer matches first
     prompt_lookup_min: int = 2  # minimum tokens that are looked up together
@@ -53,6 +55,11 @@ class Speculation:
                     f"speculative has no setting {name}{did_you_mean(name, names)}: it has {', '.join(names)}"
                 )
         return cls(**values)
+
+
+def uses_mtp(settings: Speculation | None) -> bool:
+    """Return whether drafts need the model's layers of multi-token prediction."""
+    return settings is not None and settings.method == "mtp"
 
 
 class Drafter(Protocol):

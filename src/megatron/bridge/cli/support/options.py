@@ -212,7 +212,7 @@ def add_model_options(parser: Parser, max_requests: int = 32) -> None:
         choices=METHODS,
         help=(
             "draft tokens and compute several in each step, with the same texts: ngram looks up "
-            "what followed the last tokens earlier in the text"
+            "what followed the last tokens earlier in the text, mtp uses the model's MTP layer"
         ),
     )
     memory.add_argument(
