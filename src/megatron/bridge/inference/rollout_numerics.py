@@ -21,6 +21,7 @@ from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from megatron.bridge.backends.attention.block_mask import packed_segments
 from megatron.bridge.backends.decoding.step import DecodingStep, TokenSpan
@@ -417,6 +418,11 @@ def _check_model(chunks: Sequence[Any]) -> None:
                 f"a forward pass with the engine's numbers does not work with {name}={getattr(config, name)}: "
                 "leave it out, or compare log-probabilities with a tolerance"
             )
+    if any(isinstance(weight, DTensor) for chunk in chunks for weight in chunk.parameters()):
+        raise UserError(
+            "a forward pass with the engine's numbers does not work with fully sharded weights: use the distributed "
+            "optimizer, or compare log-probabilities with a tolerance"
+        )
     if decoding_state.switch_length(chunks) is not None:
         raise UserError(
             "a forward pass with the engine's numbers does not work with longrope, whose frequencies depend on the "
