@@ -38,6 +38,10 @@ _ENGINE = (
 """Options of ``LLM`` that are also fields of ``EngineConfig``."""
 
 
+_LOADING = ("dtype", "adapter", "adapters", "tokenizer", "trust_remote_code", "media_root")
+"""Options of ``LLM`` that are also arguments of ``loading.load``."""
+
+
 class LLM:
     """A model for inference.
 
@@ -128,11 +132,11 @@ class LLM:
         from megatron.bridge.utils import unpickling
 
         distributed.initialize()
-        names = ("dtype", "adapter", "adapters", "tokenizer", "trust_remote_code", "media_root")
         speculation = Speculation.of(options["speculative"])
-        more = {name: options[name] for name in names} | {"with_mtp": uses_mtp(speculation)}
+        more = {name: options[name] for name in _LOADING}
         with unpickling.trusting(options["trust_checkpoint"]):
-            model = load(path, parallel_sizes(options), **more)
+            with_mtp = uses_mtp(speculation)
+            model = load(path, parallel_sizes(options), with_mtp=with_mtp, **more)
         context = options["max_context"] or model.max_context
         if not 1 < context <= model.max_context:
             raise UserError(

@@ -160,7 +160,10 @@ class CompletionFile:
 
 def request_digest(line: PromptLine, settings: str) -> str:
     """Return a digest of a prompt, its sampling parameters and the settings of the command."""
-    content = [line.prompt, asdict(line.sampling), settings]
+    sampling = asdict(line.sampling)
+    if not sampling["routed_experts"]:
+        del sampling["routed_experts"]  # files of earlier versions have no such setting
+    content = [line.prompt, sampling, settings]
     text = json.dumps(content, sort_keys=True, default=str)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
