@@ -97,6 +97,11 @@ def add_arguments(parser: Parser) -> None:
     output.add_argument(
         "--prompt-logprobs", type=int, metavar="K", help="the same for the prompt's tokens"
     )
+    output.add_argument(
+        "--routed-experts",
+        action="store_true",
+        help="experts of each token, as the base64 text of a .npy file",
+    )
     output.add_argument("--ignore-eos", action="store_true", help="continue after end tokens")
 
 
@@ -117,6 +122,8 @@ def run(args: argparse.Namespace) -> int:
         return _answer_batch(args)
     if args.name:
         raise UserError(f"--name {args.name} is for batch files: leave it out")
+    if args.routed_experts and args.prompts is None:
+        raise UserError("--routed-experts is for --prompts: --prompt prints only the text")
     sampling = model_options.sampling_values(args)
     model_options.check_paths(args)
     return _print_one(args, sampling) if args.prompts is None else _write_all(args, sampling)

@@ -39,7 +39,7 @@ class DecodingGraphs:
         return cls(chunks[0], state, longest) if alone and state.repeats_kernels else None
 
     def can_run(self, plan: StepPlan) -> bool:
-        """Return whether every text gets exactly one new token."""
+        """Return whether texts get only single tokens and drafts."""
         return bool(plan.work) and all(
             work.count == 1 and work.samples and not work.scored for work in plan.work
         )
@@ -97,7 +97,7 @@ class _Graph:
         self._replay = capture(lambda: _run_chunk(chunk, state, self._numbers, longest))
 
     def run(self, plan: StepPlan) -> Tensor:
-        texts = [(work.text.tokens[work.start], work.start, work.text.extent) for work in plan.work]
+        texts = [(work.tokens[0], work.start, work.text.extent) for work in plan.work]
         texts += [(0, 0, self._spare)] * (self._host.size(1) - len(texts))
         self._host.copy_(torch.tensor(texts).t())
         self._numbers.copy_(self._host, non_blocking=True)

@@ -28,6 +28,7 @@ from megatron.bridge.backends.decoding.attention_cache import (
     LatentCache,
     WindowCache,
 )
+from megatron.bridge.backends.decoding.expert_cache import ExpertCache
 from megatron.bridge.backends.decoding.packed_linear import (
     PackedForward,
     PackedLayer,
@@ -42,6 +43,7 @@ from megatron.bridge.backends.moe.grouped_experts import (
     GroupedLinear,
     RowParallelGroupedLinear,
 )
+from megatron.bridge.backends.moe.router_replay import routers_of, rows_of_rank
 from megatron.bridge.backends.recurrent.mamba import TorchMambaMixer
 from megatron.bridge.backends.specs.torch_spec import TorchLatentAttention
 from megatron.bridge.checkpoint.model_io import unwrap
@@ -79,6 +81,14 @@ class DecodingState:
         self.spare = tokens  # a cache slot that no text uses, for idle ranks
         caches = [(item.modules, item.make(tokens + 1, requests, device)) for item in cache_specs]
         self._caches = [(module, cache) for modules, cache in caches for module in modules]
+        self._expert_caches = [
+            (module, cache) for module, cache in self._caches if isinstance(cache, ExpertCache)
+        ]
+        self._attributes: list[tuple[Any, str, Any]] = [
+            *((layer, "core_attention", core) for layer, core in self._cores),
+            *((module, "cache", cache) for module, cache in self._caches),
+            *((router, "router_replay", cache.choice) for router, cache in self._expert_caches),
+        ]
         self._rotary = [
             (item, _Angles(item, self)) for item in _modules_of_kind(self.bare, RotaryEmbedding)
         ]
@@ -87,7 +97,7 @@ class DecodingState:
         self._vocabulary: int = config.padded_vocab_size // config.tensor_model_parallel_size
         self._step: DecodingStep | None = None
         self._rows: Tensor | None = None
-        self._packing = _Changes()
+        self._packing = Changes()
         self._is_attached = False
 
     @property
@@ -98,11 +108,9 @@ class DecodingState:
     @contextmanager
     def attached(self) -> Iterator[None]:
         """Attach the caches to the layers inside the context."""
-        with _Changes() as changes, self._packing:
-            for layer, core in self._cores:
-                changes.set(layer, "core_attention", core)
-            for module, cache in self._caches:
-                changes.set(module, "cache", cache)
+        with Changes() as changes, self._packing:
+            for module, name, value in self._attributes:
+                changes.set(module, name, value)
             for module, angles in self._rotary:
                 changes.set(module, "forward", angles)
             for module in _modules_of_kind(self.bare, GroupedLinear):
@@ -143,33 +151,28 @@ class DecodingState:
         """Call ``action`` once, before the packed weights are replaced."""
         self._packing.callback(action)
 
-    def _pack_weights(self, changes: "_Changes") -> None:
-        not_packed = {id(layer.linear_kv_up_proj) for layer in _latent_layers(self.bare)}
-        for chunk in self.bare:
-            output = getattr(chunk, "output_layer", None)
-            if output is not None and output.weight is None:  # it uses the embedding's weight
-                weight = chunk.shared_embedding_or_output_weight()
-                not_packed.add(id(output))
-                if can_pack(weight):
-                    _set_packed(changes, output, weight)
-                    changes.move_to_file(weight)
-        for module in _modules_of_kind(self.bare, _PARALLEL_LINEAR):
-            if id(module) not in not_packed and can_pack(module.weight):
-                packed = _set_packed(changes, module, module.weight)
-                if _is_plain(module):  # an adapter may need the unpacked weight
-                    changes.empty(module.weight, packed)
-        for module in _modules_of_kind(self.bare, GroupedLinear):
-            if _is_plain(module) and all(can_pack(weight) for weight in module.weights()):
-                packed = [pack_weight(weight) for weight in module.weights()]
-                changes.set(module, "packed", packed)
-                for weight, stored in zip(module.weights(), packed, strict=True):
-                    changes.empty(weight, stored)
+    def _pack_weights(self, changes: "Changes") -> None:
+        for layer in pack_layers(self.bare):
+            changes.set(layer.module, layer.name, layer.value)
+            if layer.is_embedding:
+                changes.move_to_file(layer.weights[0])
+            elif _is_plain(layer.module):  # an adapter may need the unpacked weight
+                for weight, packed in zip(layer.weights, layer.packed, strict=True):
+                    changes.empty(weight, packed)
 
-    def begin(self, step: DecodingStep, rows: Sequence[int] | None) -> None:
+    def begin(
+        self, step: DecodingStep, rows: Sequence[int] | None, records_experts: bool = False
+    ) -> None:
         """Prepare for a forward pass over ``step`` that computes the logits of ``rows``, or of all rows if None."""
         self._step = step
         for _, cache in self._caches:
             cache.step = step
+        for _, cache in self._expert_caches:
+            cache.is_recording = records_experts
+        self.select_logits(rows)
+
+    def select_logits(self, rows: Sequence[int] | None) -> None:
+        """Let the output layer compute the logits of ``rows`` of the step, or of all rows if None."""
         if rows is None:
             self._rows = None
             return
@@ -184,8 +187,18 @@ class DecodingState:
 
     def copy(self, source: int, target: int, count: int) -> None:
         for cache in {id(cache): cache for _, cache in self._caches}.values():
-            if isinstance(cache, AttentionCache):
+            if isinstance(cache, AttentionCache | ExpertCache):
                 cache.copy(source, target, count)
+
+    def choose_experts(self, experts: Tensor, layers: Sequence[int]) -> None:
+        """Let routers choose ``experts`` [rows of the step, layers, topk]; ``layers`` has the number of each layer."""
+        for router, cache in self._expert_caches:
+            chosen = experts[:, layers.index(router.layer_number)]
+            cache.choice.experts = rows_of_rank(chosen, router)
+
+    def routed_experts(self) -> dict[int, Tensor]:
+        """Return the experts [places, topk] of all cached tokens, by the number of each layer of this rank."""
+        return {router.layer_number: cache.experts for router, cache in self._expert_caches}
 
     @property
     def repeats_kernels(self) -> bool:
@@ -215,7 +228,7 @@ class DecodingState:
         return hidden if self._rows is None else hidden[self._rows], *other_args
 
 
-class _Changes(ExitStack):
+class Changes(ExitStack):
     """Changes to modules, which closing undoes."""
 
     def set(self, instance: Any, name: str, value: Any) -> None:
@@ -252,14 +265,44 @@ class _Changes(ExitStack):
         self.callback(lambda: setattr(weight, "data", mapped.clone()))
 
 
-def _set_packed(changes: _Changes, layer: Any, weight: Tensor) -> PackedWeight:
-    """Make a parallel linear layer use packed weights."""
+@dataclass(frozen=True)
+class PackedModule:
+    """A linear layer that multiplies with packed weights while its attribute ``name`` is ``value``."""
+
+    module: Any
+    name: str
+    value: Any
+    weights: list[nn.Parameter]
+    packed: list[PackedWeight]
+    is_embedding: bool = False  # whether the weight is that of the embedding
+
+
+def pack_layers(chunks: Sequence[Any]) -> Iterator[PackedModule]:
+    """Pack the weights of the linear layers of bare chunks, one layer at a time."""
+    not_packed = {id(layer.linear_kv_up_proj) for layer in _latent_layers(chunks)}
+    for chunk in chunks:
+        output = getattr(chunk, "output_layer", None)
+        if output is not None and output.weight is None:  # it uses the embedding's weight
+            weight = chunk.shared_embedding_or_output_weight()
+            not_packed.add(id(output))
+            if can_pack(weight):
+                yield _pack_linear(output, weight, is_embedding=True)
+    for module in _modules_of_kind(chunks, _PARALLEL_LINEAR):
+        if id(module) not in not_packed and can_pack(module.weight):
+            yield _pack_linear(module, module.weight)
+    for module in _modules_of_kind(chunks, GroupedLinear):
+        weights = module.weights()
+        if _is_plain(module) and all(can_pack(weight) for weight in weights):
+            packed = [pack_weight(weight) for weight in weights]
+            yield PackedModule(module, "packed", packed, weights, packed)
+
+
+def _pack_linear(layer: Any, weight: nn.Parameter, is_embedding: bool = False) -> PackedModule:
     packed = pack_weight(weight)
+    name, value = "_forward_impl", PackedForward(packed)
     if _is_plain(layer) and layer.tp_group.size() == 1:
-        changes.set(layer, "forward", PackedLayer(layer, packed))
-    else:
-        changes.set(layer, "_forward_impl", PackedForward(packed))
-    return packed
+        name, value = "forward", PackedLayer(layer, packed)
+    return PackedModule(layer, name, value, [weight], [packed], is_embedding)
 
 
 def _is_plain(layer: Any) -> bool:
@@ -356,6 +399,7 @@ class Kept:
                 if isinstance(core, TorchAttention) and id(core) not in absorbed
             ),
             *(_recurrent_cache(layer) for layer in _modules_of_kind(bare, _RECURRENT)),
+            *(_expert_cache(router) for chunk in bare for router in routers_of(chunk)),
         ]
 
 
@@ -387,6 +431,11 @@ def _recurrent_cache(layer: Any) -> Kept:
     shapes = layer.state_shapes()
     make: Any = lambda _, requests, device: RecurrentCache(requests, shapes, device)  # noqa: E731
     return Kept((layer,), make, per_request=sum(state_shape.bytes for state_shape in shapes))
+
+
+def _expert_cache(router: Any) -> Kept:
+    make: Any = lambda tokens, _, device: ExpertCache(tokens, router, device)  # noqa: E731
+    return Kept((router,), make, ExpertCache.bytes_per_token(router))
 
 
 def _modules_of_kind(chunks: Sequence[nn.Module], kinds: Any) -> Iterator[Any]:

@@ -10,7 +10,7 @@ import secrets
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, Self, get_args
 
 import torch
@@ -18,17 +18,20 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from torch import nn
 
+from megatron.bridge.backends.moe.router_replay import check_routers
 from megatron.bridge.checkpoint.model_io import unwrap
 from megatron.bridge.inference import decoding_state
 from megatron.bridge.inference.adapter_bank import AdapterNames
 from megatron.bridge.inference.decoding_graphs import DecodingGraphs
 from megatron.bridge.inference.decoding_state import DecodingState
 from megatron.bridge.inference.grammars import GrammarMatcher, Grammars
+from megatron.bridge.inference.mtp_drafts import MtpDrafter
 from megatron.bridge.inference.prompts import PromptSight
 from megatron.bridge.inference.requests import Completion, Sampling
-from megatron.bridge.inference.runner import Pixels, Runner, share
+from megatron.bridge.inference.runner import Pixels, RoutedExperts, Runner, share
 from megatron.bridge.inference.sampling import RowOutput, read_logprob, width_of
 from megatron.bridge.inference.scheduler import Limits, ScheduledText, Scheduler, StepPlan
+from megatron.bridge.inference.speculation import Drafter, NgramDrafter, Speculation
 from megatron.bridge.utils.distributed import broadcast_object
 from megatron.bridge.utils.errors import UserError
 
@@ -170,6 +173,7 @@ class EngineConfig:
         False  # layers with a window cache only the window; texts then do not share caches
     )
     graphs: bool = False  # on one rank, replay single-token steps if the model's kernels allow it
+    speculation: Speculation | None = None  # drafts several tokens of a text for each step
     pack: bool = False  # on CPUs, store weights in oneDNN's packed format: about twice as fast
 
 
@@ -222,7 +226,9 @@ class Engine(AbstractContextManager["Engine"]):
             chunks, limits.tokens, limits.requests, config.pack, config.window_rings
         )
         graphs = None
-        if config.graphs and not self.adapters.names:
+        self._drafter = self._make_drafter(chunks)
+        # the drafts of MTP layers need the hidden states of each step, which replay does not return
+        if config.graphs and not self.adapters.names and not isinstance(self._drafter, MtpDrafter):
             graphs = DecodingGraphs.of(chunks, self._state, config.max_context)
         self._runner = Runner(chunks, self._state, config.vocabulary, self.adapters, pixels, graphs)
         self._sight = PromptSight(bare[0].config, pixels is not None)
@@ -231,15 +237,40 @@ class Engine(AbstractContextManager["Engine"]):
         ]
         self._lane = parallel_state.get_data_parallel_rank()
         self._jobs: dict[int, InferenceJob] = {}
+        self.drafted_tokens = 0
+        """Number of drafts that were computed so far."""
+        self.accepted_tokens = 0
+        """Number of these that are tokens of their texts."""
         self._grammars = Grammars(hf, config.vocabulary, config.ends)
         self._attached = self._state.attached()
+        self._drafter_attached: AbstractContextManager[None] | None = None
         self.weight_version = 0
+        self._routed_experts = RoutedExperts(self._state)
+        self._has_failed = False  # a step failed, so the other ranks may be anywhere
+
+    def _make_drafter(self, chunks: Sequence[nn.Module]) -> Drafter | None:
+        settings = self.config.speculation
+        if settings is None:
+            return None
+        if settings.method == "ngram":
+            return NgramDrafter(settings)
+        if self.adapters.names:
+            raise UserError(
+                "speculative method='mtp' does not work with several adapters: use ngram, or serve each on its own"
+            )
+        count = settings.num_speculative_tokens
+        return MtpDrafter(chunks, self._state, self.config.vocabulary, count)
 
     def __enter__(self) -> Self:
         self._attached.__enter__()
+        if isinstance(self._drafter, MtpDrafter):
+            self._drafter_attached = self._drafter.attached()
+            self._drafter_attached.__enter__()
         return self
 
     def __exit__(self, *error: Any) -> None:
+        if self._drafter_attached is not None:
+            self._drafter_attached.__exit__(*error)
         self._attached.__exit__(*error)
 
     def submit(self, prompt: Sequence[int], sampling: Sampling) -> list[InferenceJob]:
@@ -286,6 +317,8 @@ class Engine(AbstractContextManager["Engine"]):
             )
         if sampling.grammar is not None:
             self._grammars.check(sampling.grammar)
+        if sampling.routed_experts:
+            self._check_routers()
         if (sampling.stop or sampling.shown_ids) and self.hf is None:
             raise UserError(
                 f"stop={sampling.stop!r} and shown_ids={sampling.shown_ids!r} need a tokenizer: give stop_ids, or a "
@@ -293,6 +326,13 @@ class Engine(AbstractContextManager["Engine"]):
             )
         self.adapters.check(sampling.adapter_name)
         self._check_memory(longest)
+
+    def _check_routers(self) -> None:
+        if not self._routed_experts.layers:
+            raise UserError(
+                "routed_experts=True: the model has no layers with experts; leave it out"
+            )
+        check_routers(self._state.bare[0].config, "routed_experts=True")
 
     def _check_memory(self, longest: int) -> None:
         if longest > self.lanes[0].arena.size:
@@ -317,6 +357,7 @@ class Engine(AbstractContextManager["Engine"]):
             "scored": scored,
             "adapter": sampling.adapter_name,
             "priority": sampling.priority,
+            "records_experts": sampling.routed_experts,
             **image_facts,
         }
         text = ScheduledText(
@@ -376,6 +417,7 @@ class Engine(AbstractContextManager["Engine"]):
 
     def step(self) -> list[InferenceJob]:
         """Compute one step of every lane; return the jobs that got a token or ended."""
+        self._propose_drafts()
         plans = [lane.plan() for lane in self.lanes]
         outputs_and_jobs = [self._outputs(plan) for plan in plans]
         width = width_of([output for outputs, _ in outputs_and_jobs for output in outputs])
@@ -387,9 +429,11 @@ class Engine(AbstractContextManager["Engine"]):
                 table, sum(counts), width, sum(counts[:own_lane]), self._state.device
             ).tolist()
         except BaseException:  # some layers may have advanced their states
+            self._has_failed = True
             for lane in self.lanes:
                 lane.restart()
             raise
+        self._has_failed = False
         for lane, plan in zip(self.lanes, plans, strict=True):
             lane.commit(plan)
         jobs = [job for _, jobs in outputs_and_jobs for job in jobs]
@@ -398,8 +442,41 @@ class Engine(AbstractContextManager["Engine"]):
             job.piece = ""
         for job, output, row in zip(jobs, outputs, rows, strict=True):
             self._take(job, output, row, width)
+        for text in (work.text for plan in plans for work in plan.work if work.drafts):
+            text.drafts = []
         self._finish_prompts(plans)
+        if isinstance(self._drafter, MtpDrafter):
+            self._draft_with_model(self._drafter, plans)
         return list(dict.fromkeys(jobs))
+
+    def _propose_drafts(self) -> None:
+        if self._drafter is None:
+            return
+        assert self.config.speculation is not None
+        limit = self.config.speculation.num_speculative_tokens
+        for text in (text for lane in self.lanes for text in lane.running if text.is_decoding):
+            most = min(limit, text.most_drafts)
+            text.drafts = self._drafter.propose(text, most) if most else []
+
+    def _draft_with_model(self, drafter: MtpDrafter, plans: Sequence[StepPlan]) -> None:
+        """Make the drafts of the texts that got a token in this step and go on."""
+        assert self.config.speculation is not None
+        limit = self.config.speculation.num_speculative_tokens
+        drafting: list[list[tuple[ScheduledText, int]]] = []
+        for lane, plan in zip(self.lanes, plans, strict=True):
+            texts = {id(work.text): work.text for work in plan.work if work.text.is_decoding}
+            wanted = [(text, min(limit, text.most_drafts)) for text in texts.values()]
+            drafting.append(
+                [(text, lane.reserve_drafts(text, most)) for text, most in wanted if most]
+            )
+
+        def output_of(text: ScheduledText, row: int) -> RowOutput:
+            job = self._jobs[id(text)]
+            output = self._output_of_job(job, row, None, len(text.drafts))
+            # drafts are not checked against a grammar, and their log-probabilities are not returned
+            return replace(output, matcher=None, draft=None, top=None)
+
+        drafter.draft(plans, self._lane, drafting, output_of)
 
     def run(self) -> Iterator[InferenceJob]:
         """Run steps until no job is left, and yield each job when it ends."""
@@ -414,21 +491,30 @@ class Engine(AbstractContextManager["Engine"]):
             targets = [(position, work.text.tokens[position + 1]) for position in work.scored]
             sampled = [(work.start + work.count - 1, None)] if work.samples else []
             for position, target in (*targets, *sampled):
-                outputs.append(self._output_of_job(job, work.row + position - work.start, target))
+                row = work.row + position - work.start
+                outputs.append(self._output_of_job(job, row, target, work.drafts))
                 jobs.append(job)
         return outputs, jobs
 
-    def _output_of_job(self, job: InferenceJob, row: int, target: int | None) -> RowOutput:
+    def _output_of_job(
+        self, job: InferenceJob, row: int, target: int | None, drafts: int
+    ) -> RowOutput:
+        """Return what to compute from a row, after the first ``drafts`` drafts of the text."""
         sampling = job.sampling
         completion = job.completion
+        tokens = job.text.tokens
+        draft = None
+        if drafts:
+            tokens = tokens + job.text.drafts[:drafts]
+            draft = tokens[-1]
         excluded_ids: tuple[int, ...] = ()
-        if len(completion.tokens) < sampling.min_new_tokens:
+        if len(completion.tokens) + drafts < sampling.min_new_tokens:
             ends = () if sampling.ignore_eos else self.config.ends
             excluded_ids = (*ends, *sampling.stop_ids)
         return RowOutput(
             row=row,
             sampling=sampling,
-            tokens=job.text.tokens,
+            tokens=tokens,
             prompt_length=job.text.prompt_length,
             seed=completion.seed,
             choice=completion.choice,
@@ -436,11 +522,14 @@ class Engine(AbstractContextManager["Engine"]):
             top=sampling.logprobs if target is None else sampling.prompt_logprobs,
             matcher=job.matcher,
             excluded_ids=excluded_ids,
+            draft=draft,
         )
 
     def _take(self, job: InferenceJob, output: RowOutput, row: Sequence[float], width: int) -> None:
         if output.target is not None:
             job.completion.prompt_logprobs.append(read_logprob(row, output.top or 0, width))
+            return
+        if output.draft is not None and not self._accept_draft(job, output):
             return
         if not math.isfinite(row[0]):
             self._finish(job, "error" if math.isnan(row[0]) else "grammar")
@@ -452,6 +541,16 @@ class Engine(AbstractContextManager["Engine"]):
         if output.top is not None:
             job.completion.logprobs.append(read_logprob(row, output.top, width))
         self._end_or_go_on(job, token)
+
+    def _accept_draft(self, job: InferenceJob, output: RowOutput) -> bool:
+        """Return whether the text has got exactly the drafts that a row follows; its caches then have them, too."""
+        self.drafted_tokens += 1
+        text = job.text
+        if job.is_over or len(text.tokens) != len(output.tokens) or text.tokens[-1] != output.draft:
+            return False
+        self.accepted_tokens += 1
+        text.computed += 1
+        return True
 
     def _end_or_go_on(self, job: InferenceJob, token: int) -> None:
         sampling = job.sampling
@@ -482,7 +581,15 @@ class Engine(AbstractContextManager["Engine"]):
         job.completion.finish_reason = reason
         job.completion.visible_tokens = job.visible_tokens
         job.completion.cached_tokens = job.text.cached
+        if job.sampling.routed_experts and not self._has_failed:
+            # the last token is not computed, and a text without memory has no experts
+            count = min(job.text.computed, len(job.text.tokens) - 1)
+            job.completion.routed_experts = self._routed_experts.read(
+                job.text.extent or 0, count, job.lane == self._lane
+            )
         self.lanes[job.lane].remove(job.text)
+        if self._drafter is not None:
+            self._drafter.forget(job.text)
         del self._jobs[id(job.text)]
 
 
@@ -503,6 +610,11 @@ def _find_limits(chunks: Sequence[nn.Module], config: EngineConfig, reuses: bool
         dist.all_reduce(smallest, dist.ReduceOp.MIN)
         tokens = int(smallest[0])
         states = -int(smallest[1])
+    if states and config.speculation is not None:
+        raise UserError(
+            "speculative decoding does not work with states that cannot be undone: those of recurrent layers, and "
+            "windows as rings (window_rings=True); leave out speculative"
+        )
     if tokens < 32:
         raise UserError(
             f"kv_memory={config.kv_memory} holds {max(tokens, 0)} tokens in addition to the states of "

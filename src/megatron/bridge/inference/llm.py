@@ -41,6 +41,10 @@ _ENGINE = (
 """Options of ``LLM`` that are also fields of ``EngineConfig``."""
 
 
+_LOADING = ("dtype", "adapter", "adapters", "tokenizer", "trust_remote_code", "media_root")
+"""Options of ``LLM`` that are also arguments of ``loading.load``."""
+
+
 class LLM:
     """A model for inference.
 
@@ -65,6 +69,8 @@ class LLM:
         prefix_reuse: texts reuse the caches of others that begin with the same tokens, in full chunks.
         window_rings: layers with a sliding window cache only the window, so more texts fit, but texts do not share
             prefixes.
+        speculative: draft tokens with ``{"method": "ngram", "num_speculative_tokens": 4}`` or ``mtp``; further settings
+            are fields of ``speculation.Speculation``. None computes one token of a text in each step.
         graphs: on one rank, replay decoding steps if the model always launches the same kernels.
         chunk: tokens of a prompt that one step computes together.
         rows: maximum new tokens in a step, but one chunk fits with any number of single tokens; None is 1,024 on a
@@ -94,6 +100,7 @@ class LLM:
         kv_memory: int = 4 << 30,
         prefix_reuse: bool = True,
         window_rings: bool = False,
+        speculative: Mapping[str, Any] | None = None,
         graphs: bool = True,
         chunk: int = 256,
         rows: int | None = None,
@@ -131,19 +138,17 @@ class LLM:
         from megatron.bridge.inference.engine import Engine, EngineConfig
         from megatron.bridge.inference.loading import load
         from megatron.bridge.inference.prompts import PromptReader, declared_ends, end_tokens
+        from megatron.bridge.inference.speculation import Speculation, uses_mtp
         from megatron.bridge.models.vision.sharing import rank_share
         from megatron.bridge.utils import unpickling
 
         distributed.initialize()
-        names = ("dtype", "adapter", "adapters", "tokenizer", "trust_remote_code", "media_root")
-        more = {name: options[name] for name in names}
+        speculation = Speculation.of(options["speculative"])
+        more = {name: options[name] for name in _LOADING}
         with unpickling.trusting(options["trust_checkpoint"]):
-            model = load(path, parallel_sizes(options), **more)
-        context = options["max_context"] or model.max_context
-        if not 1 < context <= model.max_context:
-            raise UserError(
-                f"max_context={context} must be from 2 to {model.max_context}, the model's maximum"
-            )
+            with_mtp = uses_mtp(speculation)
+            model = load(path, parallel_sizes(options), with_mtp=with_mtp, **more)
+        context = _checked_context(options["max_context"], model.max_context)
         share = rank_share(unwrap(model.chunks[0]).config)
         template = options["template"] or model.template
         if model.hf is not None and template is not None:
@@ -152,11 +157,15 @@ class LLM:
         ends = end_tokens(model.hf, model.folder)
         if model.hf is not None and reader.template is not None:
             ends |= reader.end_of_turn()
-        same = {name: options[name] for name in _ENGINE}
-        # recorded steps have no adapters that come later
-        same["graphs"] = same["graphs"] and not options["max_adapters"]
-        same["rows"] = same["rows"] or (8192 if has_cuda() else 1024)
-        config = EngineConfig(context, model.vocabulary, frozenset(ends), pack=True, **same)
+        engine_options = _engine_options(options, default_rows=8192 if has_cuda() else 1024)
+        config = EngineConfig(
+            context,
+            model.vocabulary,
+            frozenset(ends),
+            pack=True,
+            speculation=speculation,
+            **engine_options,
+        )
         self.reader = reader
         self._tool_parser = options["tool_parser"]
         self.max_context = context
@@ -470,6 +479,23 @@ class _PlannedPrompt:
         id_seed = f"{completion.prompt_tokens} {completion.tokens}"
         writer = MessageWriter(self.answer_format, id_seed)
         completion.message = writer.write_message(completion.text)
+
+
+def _checked_context(max_context: int | None, longest: int) -> int:
+    """Return the context length, which is at most that of the model."""
+    context = max_context or longest
+    if not 1 < context <= longest:
+        raise UserError(f"max_context={context} must be from 2 to {longest}, the model's maximum")
+    return context
+
+
+def _engine_options(options: Mapping[str, Any], default_rows: int) -> dict[str, Any]:
+    """Return the options of ``LLM`` that are fields of ``EngineConfig``."""
+    engine_options = {name: options[name] for name in _ENGINE}
+    # recorded steps have no adapters that come later
+    engine_options["graphs"] = engine_options["graphs"] and not options["max_adapters"]
+    engine_options["rows"] = engine_options["rows"] or default_rows
+    return engine_options
 
 
 def _refuse_failed(completions: Sequence[Completion]) -> None:

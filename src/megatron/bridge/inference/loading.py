@@ -59,6 +59,7 @@ def load(
     media_root: str | None = None,
     with_head: bool = False,
     head: str | None = None,
+    with_mtp: bool = False,
 ) -> LoadedModel:
     """Load a model with the parallel sizes of the running processes.
 
@@ -74,6 +75,7 @@ def load(
         media_root: folder that must contain the images; None allows any path.
         with_head: the model may have a head instead of an output layer.
         head: the head to give to a model that has an output layer.
+        with_mtp: keep the layers of multi-token prediction.
 
     Raises:
         HeadError: the model has a head, and ``with_head`` is false.
@@ -100,6 +102,8 @@ def load(
     hf = _load_tokenizer(source.folder, used, trust_remote_code)
     _note_larger_tokenizer(hf, provider, used or source.folder)
     _prepare_provider(provider, sizes)
+    if provider.mtp_num_layers and not with_mtp:
+        drop_mtp_layers(provider)
     precision = {} if dtype is None else {"fp16": dtype == "float16", "bf16": dtype == "bfloat16"}
     chunks = provider.provide_distributed_model(
         wrap_with_ddp=False, pre_wrap_hook=source.hook, **precision
@@ -229,8 +233,6 @@ def _prepare_provider(provider: Any, sizes: Mapping[str, Any]) -> None:
         setattr(provider, name, value)
     provider.backend = "torch"
     provider.sequence_parallel = False
-    if provider.mtp_num_layers:
-        drop_mtp_layers(provider)
     pad_query_groups(provider)
 
 

@@ -13,7 +13,12 @@ from megatron.bridge.data.records.jsonl import open_data, parse_record
 from megatron.bridge.data.records.media_parts import MEDIA_KEYS
 from megatron.bridge.inference.conversations.options import OPTION_NAMES, read_options
 from megatron.bridge.inference.prompts import Messages, Prompt
-from megatron.bridge.inference.requests import Completion, Sampling, TokenLogprob
+from megatron.bridge.inference.requests import (
+    Completion,
+    Sampling,
+    TokenLogprob,
+    encode_experts,
+)
 from megatron.bridge.utils.errors import UserError, did_you_mean
 
 REQUEST = "request"
@@ -208,6 +213,8 @@ def request_digest(line: PromptLine, settings: str) -> str:
     """Return a digest of a prompt, its sampling parameters and the settings of the command."""
     sampling = asdict(line.sampling)
     del sampling["priority"]  # changes no token
+    if not sampling["routed_experts"]:
+        del sampling["routed_experts"]  # files of earlier versions have no such setting
     return digest_of([line.prompt, sampling, settings])
 
 
@@ -259,6 +266,8 @@ def _completion_record(completion: Completion, sampling: Sampling) -> dict[str, 
     for name in ("logprobs", "prompt_logprobs"):
         if getattr(sampling, name) is not None:
             record[name] = [_logprob_record(token) for token in getattr(completion, name)]
+    if completion.routed_experts is not None:
+        record["routed_experts"] = encode_experts(completion.routed_experts)
     return record
 
 

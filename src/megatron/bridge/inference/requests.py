@@ -1,12 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """Requests to the engine, and the results."""
 
+import base64
+import io
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from megatron.bridge.utils.errors import UserError, did_you_mean
+
+if TYPE_CHECKING:
+    import numpy as np
 
 FinishReason = Literal["stop", "length", "cancelled", "error", "grammar"]
 NOT_FINITE = (
@@ -59,6 +64,7 @@ class Sampling:
     prompt_logprobs: int | None = None  # the same for the tokens of the prompt after the first
     score_from: int = 1  # index of the first token of the prompt whose log-probability is returned
     priority: int = 0  # of waiting texts, those with the lowest number run first; changes no token
+    routed_experts: bool = False  # return the experts that each token was routed to
     # tokens before which the end tokens, ``stop_ids`` and ``stop`` do not end the completion
     min_new_tokens: int = 0
 
@@ -74,6 +80,8 @@ class Sampling:
                 continue
             if not isinstance(value, kinds) or isinstance(value, bool) or not holds(value):
                 raise UserError(f"{name}={value!r} must be {rule}")
+        if not isinstance(self.routed_experts, bool):
+            raise UserError(f"routed_experts={self.routed_experts!r} must be true or false")
         if self.min_new_tokens > self.max_new_tokens:
             raise UserError(
                 f"min_new_tokens={self.min_new_tokens} is more than max_new_tokens={self.max_new_tokens}: lower it"
@@ -220,3 +228,15 @@ class Completion:
     message: dict[str, Any] | None = None
     """The answer to a conversation in OpenAI's form, with ``content``, ``reasoning_content`` and
     ``tool_calls``; None for other prompts."""
+    # experts of each computed token, if requested: integers [tokens of prompt and completion - 1, layers with
+    # experts, experts per token]; the last token has not been computed, and a cancelled text may have fewer rows
+    routed_experts: "np.ndarray[Any, Any] | None" = field(default=None, compare=False)
+
+
+def encode_experts(experts: "np.ndarray[Any, Any]") -> str:
+    """Return experts as vLLM sends them: the base64 text of a ``.npy`` file."""
+    import numpy as np
+
+    file = io.BytesIO()
+    np.save(file, experts, allow_pickle=False)
+    return base64.b64encode(file.getvalue()).decode()

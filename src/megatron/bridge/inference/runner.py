@@ -74,12 +74,12 @@ class Runner:
         ids = torch.tensor(tokens + [0] * (step.rows - len(tokens)), device=self._state.device)[
             None
         ]
-        self._state.begin(step, [output.row for output in outputs])
+        self._state.begin(step, [output.row for output in outputs], plan.records_experts)
         self._adapters.begin(plan, self._state.device)
         logits = self._forward(ids, step, self._inputs(plan, step))
         if step.rows >= _MANY_ROWS and self._state.device.type == "cpu":
             allocator.trim()
-        if logits is None or not _is_sampling_rank():
+        if logits is None or not is_sampling_rank():
             return None
         logits = logits[0, : len(outputs), : self._vocabulary]
         return choose_outputs(logits, outputs, width)
@@ -91,7 +91,7 @@ class Runner:
             text = work.text
             assert text.extent is not None
             assert text.slot is not None
-            tokens += text.tokens[work.start : work.start + work.count]
+            tokens += work.tokens
             ahead = None
             if text.ahead is not None and work.start == 0:
                 later_tokens = text.ahead + [0] * (work.count - len(text.ahead))
@@ -185,12 +185,47 @@ def _three_axes(plan: StepPlan, step: DecodingStep) -> Tensor:
     return positions
 
 
-def _is_sampling_rank() -> bool:
+def is_sampling_rank() -> bool:
     """Return whether this rank of the last stage samples; context-parallel ranks have the same logits."""
     return (
         parallel_state.get_tensor_model_parallel_rank() == 0
         and parallel_state.get_context_parallel_rank() == 0
     )
+
+
+class RoutedExperts:
+    """Read the experts of a text's tokens, which pipeline stages and lanes store for their own layers.
+
+    All ranks create it together. ``state`` has the caches of this rank.
+    """
+
+    def __init__(self, state: DecodingState) -> None:
+        self._state = state
+        layers = sorted(state.routed_experts())
+        layers_of_ranks: list[list[int]] = [layers]
+        if dist.is_initialized() and dist.get_world_size() > 1:
+            layers_of_ranks = [[] for _ in range(dist.get_world_size())]
+            dist.all_gather_object(layers_of_ranks, layers)
+        self.layers = sorted({layer for layers in layers_of_ranks for layer in layers})
+        config: Any = state.bare[0].config
+        self._topk: int = config.moe_router_topk
+        self._dtype = np.uint8 if (config.num_moe_experts or 0) <= 256 else np.uint16
+        # sequence-parallel ranks hold different rows, other tensor-parallel ranks the same ones
+        first_tensor_rank = parallel_state.get_tensor_model_parallel_rank() == 0
+        first_context_rank = parallel_state.get_context_parallel_rank() == 0
+        self._is_source = first_context_rank and (config.sequence_parallel or first_tensor_rank)
+
+    def read(self, extent: int, count: int, is_own_lane: bool) -> "np.ndarray[Any, Any]":
+        """Return the experts [count, layers, topk] of the first tokens of an extent, on all ranks together."""
+        experts = torch.zeros(
+            count, len(self.layers), self._topk, dtype=torch.int32, device=self._state.device
+        )
+        if is_own_lane and self._is_source:
+            for layer, cached in self._state.routed_experts().items():
+                experts[:, self.layers.index(layer)] = cached[extent : extent + count].int()
+        if dist.is_initialized() and dist.get_world_size() > 1:
+            dist.all_reduce(experts)
+        return experts.cpu().numpy().astype(self._dtype)
 
 
 def share(table: Tensor | None, rows: int, width: int, offset: int, device: torch.device) -> Tensor:

@@ -17,6 +17,7 @@ from torch import Tensor
 from megatron.bridge.inference.grammars import GrammarFailedError, GrammarMatcher
 from megatron.bridge.inference.requests import Sampling, TokenLogprob
 
+_NO_TOKEN = -1  # of a row after a draft that is not accepted
 FIXED = 3  # columns before the most likely tokens: token, its log-probability, most likely token
 
 
@@ -129,6 +130,9 @@ class RowOutput:
     top: int | None  # number of most likely tokens to return; None for no log-probabilities
     matcher: GrammarMatcher | None = None  # restricts the token that is sampled
     excluded_ids: Sequence[int] = ()  # tokens that are not sampled
+    draft: int | None = (
+        None  # the token sampled in the row before must be this one, else this row is not used
+    )
 
 
 def width_of(outputs: Sequence[RowOutput]) -> int:
@@ -150,6 +154,11 @@ def choose_outputs(logits: Tensor, outputs: Sequence[RowOutput], width: int) -> 
         if output.target is not None:
             table[index, 0] = output.target
         elif output.excluded_ids or not output.sampling.is_plain:
+            # a grammar reads accepted tokens only
+            is_refused = output.matcher is not None and output.draft is not None
+            if is_refused and table[index - 1, 0] != output.draft:
+                table[index, 0] = _NO_TOKEN
+                continue
             table[index, 0] = _choose_token(logits[index], output)
     # a maximum is NaN if any value is
     samples = torch.tensor([output.target is None for output in outputs], device=logits.device)
@@ -178,14 +187,24 @@ def _choose_token(logits: Tensor, output: RowOutput) -> Tensor | float:
 
 def _score_tokens(logits: Tensor, table: Tensor, scored: list[int], top: int) -> None:
     rows = torch.tensor(scored, device=logits.device)
-    logprobs = logits[rows].float().log_softmax(-1)
-    chosen = table[rows, 0].nan_to_num(posinf=0.0).long()
+    logprobs = row_logprobs(logits[rows])
+    chosen = table[rows, 0].nan_to_num(posinf=0.0).long().clamp(min=0)
     table[rows, 1] = logprobs.gather(-1, chosen[:, None])[:, 0].double()
     if top:
         best = _order_logprobs(logprobs).topk(min(top, logprobs.size(-1)), dim=-1).indices
         count = best.size(-1)
         table[rows, FIXED : FIXED + count] = best.double()
         table[rows, FIXED + top : FIXED + top + count] = logprobs.gather(-1, best).double()
+
+
+def row_logprobs(logits: Tensor) -> Tensor:
+    """Return the log-probabilities of logits, both [rows, vocabulary], in float32."""
+    return logits.float().log_softmax(-1)
+
+
+def token_logprobs(logits: Tensor, tokens: Tensor) -> Tensor:
+    """Return the log-probabilities [rows] of ``tokens`` [rows] with the bits of completions."""
+    return row_logprobs(logits.contiguous()).gather(-1, tokens[:, None])[:, 0]
 
 
 def _order_logprobs(logprobs: Tensor) -> Tensor:

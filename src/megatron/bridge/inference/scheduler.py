@@ -113,10 +113,12 @@ class ScheduledText:
     adapter: str | None = None  # name of its adapter
     priority: int = 0  # of waiting texts, the one with the lowest number runs first
     arrival: int = 0  # number of texts that came before it
+    records_experts: bool = False  # whether the experts of its tokens are stored with its caches
     images: Any = None  # images of the prompt
     ahead: list[int] | None = (
         None  # number of later tokens that each prompt token attends to; None if causal
     )
+    drafts: list[int] = field(default_factory=list)  # tokens that may follow in the next step
 
     def __post_init__(self) -> None:
         # if a text is only scored, its last token has no successor
@@ -143,6 +145,19 @@ class ScheduledText:
     def needs_sample(self) -> bool:
         return len(self.tokens) < self.limit
 
+    @property
+    def is_decoding(self) -> bool:
+        """Whether the next step computes a single token."""
+        return self.slot is not None and self.computed >= self.chunked
+
+    @property
+    def most_drafts(self) -> int:
+        """Number of drafts that can be accepted in the next step: another token is sampled after them."""
+        most = self.limit - len(self.tokens) - 1
+        if self.switch is not None and not self.long:  # a longer text is computed again
+            most = min(most, self.switch - self.computed - 1)
+        return max(0, most) if self.computed == len(self.tokens) - 1 else 0
+
 
 @dataclass(frozen=True)
 class Work:
@@ -152,11 +167,22 @@ class Work:
     row: int
     start: int
     count: int
+    drafts: int = (
+        0  # number of drafts up to this token, which is the last of them unless there are none
+    )
+
+    @property
+    def tokens(self) -> list[int]:
+        """The tokens that are computed."""
+        if self.drafts:
+            return [self.text.drafts[self.drafts - 1]]
+        return self.text.tokens[self.start : self.start + self.count]
 
     @property
     def samples(self) -> bool:
         """Whether this step samples the next token of the text."""
-        return self.start + self.count == len(self.text.tokens) and self.text.needs_sample
+        known = len(self.text.tokens) + self.drafts
+        return self.start + self.count == known and self.text.needs_sample
 
     @property
     def scored(self) -> range:
@@ -186,11 +212,17 @@ class StepPlan:
     copies: list[Copy] = field(default_factory=list)
     work: list[Work] = field(default_factory=list)
     rows: int = 0
+    decoding_rows: int = 0  # rows of texts that decode, with drafts
 
     @property
     def outputs(self) -> int:
         """Rows whose logits are needed."""
         return sum(len(work.scored) + work.samples for work in self.work)
+
+    @property
+    def records_experts(self) -> bool:
+        """Whether a text of this step stores the experts of its tokens."""
+        return any(work.text.records_experts for work in self.work)
 
     @property
     def images(self) -> Any:
@@ -287,6 +319,8 @@ class Scheduler:
             )
             if decodes and self._fits(text, text.computed + 1, plan):
                 self._append(plan, text, text.computed, 1)
+                self._append_drafts(plan, text)
+                plan.decoding_rows = plan.rows
         for text in self.running:
             self._plan_prompt(text, plan)
         while self.waiting and self._has_room(plan, self.waiting[0], 0):
@@ -300,6 +334,8 @@ class Scheduler:
         for work in plan.work:
             text = work.text
             text.scored = work.scored.stop if work.scored else text.scored
+            if work.drafts:  # counted when it is accepted
+                continue
             text.computed = work.start + work.count
             if self.limits.reuses and text.shares and text.computed <= text.prompt_length:
                 for end, key in _prefix_hashes(text, text.computed, self.limits.chunk):
@@ -313,7 +349,7 @@ class Scheduler:
         ):  # a step encodes the images of only one text
             return False
         return (
-            plan.rows <= len(self.running)
+            plan.rows <= max(len(self.running), plan.decoding_rows)
             or plan.rows + self._chunk(text, start) <= self.limits.rows
         )
 
@@ -329,9 +365,26 @@ class Scheduler:
             self._append(plan, text, start, count)
             start += count
 
-    def _append(self, plan: StepPlan, text: ScheduledText, start: int, count: int) -> None:
-        plan.work.append(Work(text, plan.rows, start, count))
+    def _append(
+        self, plan: StepPlan, text: ScheduledText, start: int, count: int, drafts: int = 0
+    ) -> None:
+        plan.work.append(Work(text, plan.rows, start, count, drafts))
         plan.rows += count
+
+    def reserve_drafts(self, text: ScheduledText, most: int) -> int:
+        """Return for how many drafts, up to ``most``, a text has memory, after growing it if that is possible."""
+        assert text.extent is not None
+        size = text.computed + 1 + most
+        held = self.arena.length(text.extent)
+        if size <= held or self.arena.grow(text.extent, size):
+            return most
+        return held - text.computed - 1
+
+    def _append_drafts(self, plan: StepPlan, text: ScheduledText) -> None:
+        """Compute the drafts of a text one by one, as its tokens are; there must be memory for them."""
+        text.drafts = text.drafts[: self.reserve_drafts(text, len(text.drafts))]
+        for index in range(len(text.drafts)):
+            self._append(plan, text, text.computed + 1 + index, 1, index + 1)
 
     def _admit(self, text: ScheduledText, plan: StepPlan) -> bool:
         """Allocate memory for ``text`` and let it run; return False if there is not enough."""
@@ -407,12 +460,13 @@ class Scheduler:
         self._release(text)
         text.slot = None
         text.computed = 0
+        text.drafts = []
         self._enqueue(text)
         remaining_work = [work for work in plan.work if work.text is not text]
         plan.work = []
         plan.rows = 0
         for work in remaining_work:
-            self._append(plan, work.text, work.start, work.count)
+            self._append(plan, work.text, work.start, work.count, work.drafts)
 
     def restart(self) -> None:
         """Compute all running texts again from their first token."""
@@ -454,6 +508,8 @@ class Scheduler:
             donor = self._chunks.get(key)
             if donor is None or donor.extent is None or donor.adapter != text.adapter:
                 break
+            if donor.records_experts != text.records_experts:
+                break
             if donor.tokens[:stop] != text.tokens[:stop]:
                 break
             best = donor, stop
@@ -473,7 +529,7 @@ def _order(text: ScheduledText) -> tuple[int, int]:
 
 def _prefix_hashes(text: ScheduledText, stop: int, chunk: int) -> Iterator[tuple[int, int]]:
     """Yield length and hash of each prefix of full chunks, up to ``stop`` tokens."""
-    key = hash(text.adapter)
+    key = hash((text.adapter, text.records_experts))
     for end in range(chunk, stop + 1, chunk):
         key = hash((key, *text.tokens[end - chunk : end]))
         yield end, key

@@ -14,6 +14,7 @@ float32, and takes 1.6 ms for 8 rows of 2,048 x 2,048 weights in bf16 (oneDNN in
 from typing import Any, Protocol
 
 import torch
+from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from torch import Tensor, nn
 
 from megatron.bridge.backends.hardware import bf16
@@ -126,7 +127,15 @@ class PackedForward:
         self._packed = packed
 
     def __call__(
-        self, input: Tensor, weight: Tensor, bias: Tensor | None = None, **_: Any
+        self,
+        input: Tensor,
+        weight: Tensor,
+        bias: Tensor | None = None,
+        sequence_parallel: bool = False,
+        tp_group: Any = None,
+        **_: Any,
     ) -> Tensor:
         """Multiply with the packed weight; ``weight`` is its original."""
+        if sequence_parallel:
+            input = gather_from_sequence_parallel_region(input, group=tp_group)
         return self._packed(input, bias)

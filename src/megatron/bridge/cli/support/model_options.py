@@ -110,6 +110,7 @@ def check_paths(args: argparse.Namespace) -> None:
     if args.adapter not in (None, "none") and not hub.is_peft_adapter(args.adapter):
         paths.resolve(args.adapter)
     _template(args)
+    _speculative(args)
 
 
 def _template(args: argparse.Namespace) -> str | None:
@@ -120,6 +121,20 @@ def load(args: argparse.Namespace, **options: Any) -> Any:
     from megatron.bridge.inference.llm import LLM
 
     return LLM(args.model, **llm_options(args), **options)
+
+
+def _speculative(args: argparse.Namespace) -> dict[str, Any] | None:
+    if args.speculative is None:
+        if args.speculative_tokens is not None:
+            raise UserError(
+                f"--speculative-tokens {args.speculative_tokens} has no effect without --speculative: give "
+                "--speculative ngram"
+            )
+        return None
+    settings: dict[str, Any] = {"method": args.speculative}
+    if args.speculative_tokens is not None:
+        settings["num_speculative_tokens"] = args.speculative_tokens
+    return settings
 
 
 def llm_options(args: argparse.Namespace) -> dict[str, Any]:
@@ -136,5 +151,6 @@ def llm_options(args: argparse.Namespace) -> dict[str, Any]:
         "adapters": getattr(args, "adapters", None),
         "template": _template(args),
         "tool_parser": getattr(args, "tool_parser", None),
+        "speculative": _speculative(args),
     }
     return {**named, **{name: getattr(args, name) for name in names}}

@@ -16,6 +16,7 @@ from megatron.bridge.cli.support.parser import (
     location,
     memory_size,
 )
+from megatron.bridge.inference.speculation import METHODS
 
 DTYPES = ("float32", "bfloat16", "float16")
 TRAIN_MODES = ("pretrain", "sft", "lora", "dora", "distill", "cache-teacher", "dpo")
@@ -205,6 +206,20 @@ def add_model_options(parser: Parser, max_requests: int = 32) -> None:
             "layers with a sliding window store only the window: more texts fit, but no prefix "
             "is reused"
         ),
+    )
+    memory.add_argument(
+        "--speculative",
+        choices=METHODS,
+        help=(
+            "draft tokens and compute several in each step, with the same texts: ngram looks up "
+            "what followed the last tokens earlier in the text, mtp uses the model's MTP layer"
+        ),
+    )
+    memory.add_argument(
+        "--speculative-tokens",
+        type=count,
+        metavar="K",
+        help="maximum drafts of a text in each step (4)",
     )
     memory.add_argument(
         "--graphs",

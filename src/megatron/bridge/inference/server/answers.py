@@ -93,6 +93,7 @@ class Choice:
     text_offsets: list[int] = field(default_factory=list)  # where each token begins in ``text``
     cached_tokens: int = 0  # tokens of the prompt that were not computed again
     reasoning_tokens: int = 0  # tokens of the answer between the marks of reasoning
+    routed_experts: str | None = None  # experts of its tokens, if requested, when it is over
 
     def add(self, progress: ChoiceProgress) -> None:
         self.text += progress.piece
@@ -102,6 +103,12 @@ class Choice:
         self.finish_reason = progress.finish_reason
         self.text_offsets += progress.text_offsets
         self.cached_tokens = progress.cached_tokens
+        self.routed_experts = progress.routed_experts
+
+
+def _experts_field(choice: Choice) -> Json:
+    """Return vLLM's field with the experts of a choice that is over and asked for them."""
+    return {} if choice.routed_experts is None else {"routed_experts": choice.routed_experts}
 
 
 def usage(prompts: Sequence[Sequence[int]], choices: Sequence[Choice]) -> Json:
@@ -184,7 +191,13 @@ class CompletionFormat:
     ) -> Json:
         formatted = None if self.top is None else self._logprobs(choice, logprobs, echo)
         reason = choice.finish_reason if over else None
-        return {"index": choice.index, "text": text, "logprobs": formatted, "finish_reason": reason}
+        return {
+            "index": choice.index,
+            "text": text,
+            "logprobs": formatted,
+            "finish_reason": reason,
+            **_experts_field(choice),
+        }
 
     def _logprobs(self, choice: Choice, logprobs: Sequence[TokenLogprob], echo: bool) -> Json:
         lists: Json = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
@@ -276,6 +289,7 @@ class ChatFormat:
             name: value,
             "logprobs": content,
             "finish_reason": self._finish_reason(choice),
+            **_experts_field(choice),
         }
 
     def _finish_reason(self, choice: Choice) -> str | None:

@@ -7,7 +7,12 @@ from typing import Any
 
 from megatron.bridge.inference.adapter_changes import AdapterChanges
 from megatron.bridge.inference.engine import Engine, InferenceJob
-from megatron.bridge.inference.requests import FinishReason, Sampling, TokenLogprob
+from megatron.bridge.inference.requests import (
+    FinishReason,
+    Sampling,
+    TokenLogprob,
+    encode_experts,
+)
 from megatron.bridge.utils.distributed import broadcast_object
 from megatron.bridge.utils.errors import UserError
 
@@ -72,6 +77,7 @@ class ChoiceProgress:
     finish_reason: FinishReason | None = None
     text_offsets: list[int] = field(default_factory=list)  # of ``tokens`` that have a text
     cached_tokens: int = 0  # tokens of the prompt that were not computed again
+    routed_experts: str | None = None
 
 
 Event = Accepted | RefusedRequest | ChoiceProgress
@@ -87,6 +93,8 @@ class Load:
         caches: The fraction of the caches in use.
         prefix_queries: Tokens of prompts so far for which cached prefixes were looked up.
         prefix_hits: Tokens of these that were not computed again.
+        drafted: Draft tokens that were computed so far.
+        accepted: Draft tokens that became tokens of their texts.
     """
 
     running: int = 0
@@ -94,6 +102,8 @@ class Load:
     caches: float = 0.0
     prefix_queries: int = 0
     prefix_hits: int = 0
+    drafted: int = 0
+    accepted: int = 0
 
 
 @dataclass
@@ -195,6 +205,8 @@ class EngineLoop:
             caches=held / size if size else 0.0,
             prefix_queries=sum(lane.prefix_queries for lane in lanes),
             prefix_hits=sum(lane.prefix_hits for lane in lanes),
+            drafted=self._engine.drafted_tokens,
+            accepted=self._engine.accepted_tokens,
         )
 
 
@@ -206,16 +218,18 @@ def _unreported_part(request: int, sent: _Sent) -> ChoiceProgress | None:
         text = job.detokenizer.text if job.detokenizer is not None else ""
         offsets = job.detokenizer.offsets if job.detokenizer is not None else []
         logprobs = completion.logprobs[: job.visible_tokens]
+        experts = completion.routed_experts
         progress = ChoiceProgress(
             request,
             completion.choice,
-            text[sent.text :],
-            completion.tokens[sent.tokens :],
-            logprobs[sent.logprobs :],
-            completion.prompt_logprobs[sent.prompt_logprobs :],
-            completion.finish_reason,
-            offsets[sent.tokens :],
-            job.text.cached,
+            piece=text[sent.text :],
+            tokens=completion.tokens[sent.tokens :],
+            logprobs=logprobs[sent.logprobs :],
+            prompt_logprobs=completion.prompt_logprobs[sent.prompt_logprobs :],
+            finish_reason=completion.finish_reason,
+            text_offsets=offsets[sent.tokens :],
+            cached_tokens=job.text.cached,
+            routed_experts=None if experts is None else encode_experts(experts),
         )
         sent.text = len(text)
         sent.tokens = len(completion.tokens)

@@ -55,6 +55,12 @@ class Metrics:
         self._prefix_hits = labeled(
             Counter, "prefix_cache_hits", "tokens of prompts that the caches held"
         )
+        self._drafted = labeled(
+            Counter, "spec_decode_num_draft_tokens", "draft tokens that were computed"
+        )
+        self._accepted = labeled(
+            Counter, "spec_decode_num_accepted_tokens", "draft tokens that became tokens of texts"
+        )
         self._prompt = labeled(Counter, "prompt_tokens", "tokens of prompts")
         self._generated = labeled(Counter, "generation_tokens", "generated tokens")
         self._first = labeled(
@@ -76,6 +82,8 @@ class Metrics:
         load = self._load()
         self._prefix_queries.inc(load.prefix_queries - self._counted.prefix_queries)
         self._prefix_hits.inc(load.prefix_hits - self._counted.prefix_hits)
+        self._drafted.inc(load.drafted - self._counted.drafted)
+        self._accepted.inc(load.accepted - self._counted.accepted)
         self._counted = load
         return generate_latest(self._registry)
 

@@ -82,6 +82,7 @@ class GenerationRequest(StructuredAnswer):
     min_tokens: int | None = Field(None, ge=0, le=1 << 31)
     stop_token_ids: list[int] | None = Field(None, max_length=MOST_STOPS)
     ignore_eos: bool | None = None
+    return_routed_experts: bool | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     presence_penalty: float | None = Field(None, ge=-2, le=2)
@@ -162,6 +163,7 @@ class GenerationRequest(StructuredAnswer):
             "top_k": max(self.top_k or 0, 0),
             "stop_ids": self.stop_token_ids,
             "min_new_tokens": self.min_tokens,
+            "routed_experts": self.return_routed_experts,
             "logit_bias": {int(key): value for key, value in (self.logit_bias or {}).items()},
         }
         return Sampling(

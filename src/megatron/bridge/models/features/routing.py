@@ -60,8 +60,12 @@ class CorrectedSoftmax:
     def get_replay_topk(self, scores: Tensor, topk: int, *_: Any) -> Routing:
         """(weights, experts), both [tokens, topk], from probabilities [tokens, experts]."""
         experts = (scores + self._router.expert_bias).topk(topk, dim=-1).indices
+        return self.weigh_experts(scores, experts), experts
+
+    def weigh_experts(self, scores: Tensor, experts: Tensor) -> Tensor:
+        """Return the weights of chosen experts, both [tokens, topk]."""
         weights = scores.gather(-1, experts)
-        return weights / weights.sum(-1, keepdim=True).clamp(min=self._smallest), experts
+        return weights / weights.sum(-1, keepdim=True).clamp(min=self._smallest)
 
 
 @dataclass
