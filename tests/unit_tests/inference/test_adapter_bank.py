@@ -169,7 +169,7 @@ def test_adapters_that_are_loaded_later_are_those_loaded_first(model_dir, adapte
             llm.load_adapter(name, path)
         assert answers(llm, prompts, names) == expected
         assert answers(llm, prompts[:1], [None]) == base == expected[2:]
-        with pytest.raises(UserError, match=r"2 adapters.*unload"):
+        with pytest.raises(UserError, match=r"max_adapters=2.*unload"):
             llm.load_adapter("third", adapters["wide"])
         with pytest.raises(UserError, match=r"'small' is loaded.*unload"):
             llm.load_adapter("small", adapters["wide"])
@@ -198,6 +198,8 @@ def test_an_adapter_that_cannot_be_used_changes_nothing(model_dir, adapters, tmp
         pytest.raises(UserError, match="max_adapters"),
     ):
         fixed.load_adapter("small", adapters["small"])
+    with pytest.raises(UserError, match=r"max_adapters=1.*base model"):
+        LLM(str(model_dir), adapter=adapters["wide"], max_adapters=1, **OPTIONS)
 
 
 def test_running_texts_of_an_unloaded_adapter_end_first(model_dir, adapters):  # noqa: F811

@@ -140,6 +140,15 @@ def remove_adapter(chunks: Sequence[Any], names: AdapterNames, name: str) -> Non
     _attach_banks(left, names)
 
 
+def has_single_adapter(chunks: Sequence[Any]) -> bool:
+    """Return whether a layer of this rank has an adapter that applies to all texts."""
+    return any(
+        not isinstance(module.adapter, AdapterBank)
+        for chunk in bare_chunks(list(chunks))
+        for module in layers.adapted(chunk)
+    )
+
+
 def _load_one(
     chunks: Sequence[Any],
     name: str,

@@ -44,9 +44,7 @@ class AdapterChanges:
                 f"adapter {name!r:.70} is loaded: unload it first, or choose another name"
             )
         if len(self._names.names) + len(self._leaving) >= self._most:
-            raise UserError(
-                f"there are {self._most} adapters, which is the maximum: unload one first"
-            )
+            raise UserError(f"max_adapters={self._most}: as many are loaded, so unload one first")
         attach = partial(attach_adapter, self._bridge, self._chunks)
         problem: str | None = None
         with self._engine.plain_weights():

@@ -176,17 +176,19 @@ class LLM:
         allocator.trim()  # packing has freed the weights as they were read
         self._bridge = model.bridge
         self._chunks = model.chunks
-        self._make_adapter_changes(options["adapter"], options["max_adapters"])
+        self._make_adapter_changes(options["max_adapters"])
 
-    def _make_adapter_changes(self, adapter: str | None, most: int) -> None:
+    def _make_adapter_changes(self, most: int) -> None:
+        from megatron.bridge.inference.adapter_bank import has_single_adapter
         from megatron.bridge.inference.adapter_changes import AdapterChanges
 
         self.adapter_changes: AdapterChanges | None = None
         if not most:
             return
-        if adapter not in (None, "none"):
+        if has_single_adapter(self._chunks):
             raise UserError(
-                f"adapter={adapter} applies to all texts, so max_adapters={most} cannot add others: use adapters"
+                f"the model has an adapter for all texts, so max_adapters={most} cannot add others: load the base "
+                "model, and its adapter with adapters"
             )
         if len(self.engine.adapters.names) > most:
             raise UserError(
