@@ -315,6 +315,7 @@ def _refuse_idle_options(
         "--adapters": options.get("adapters"),
         "--chat-template": options.get("template"),
         "--tool-parser": config.tool_parser,
+        "--speculative": options.get("speculative"),
     }
     for option, value in idle.items():
         if value:
