@@ -110,7 +110,6 @@ def check_paths(args: argparse.Namespace) -> None:
     if args.adapter not in (None, "none") and not hub.is_peft_adapter(args.adapter):
         paths.resolve(args.adapter)
     _template(args)
-    _speculative(args)
 
 
 def _template(args: argparse.Namespace) -> str | None:

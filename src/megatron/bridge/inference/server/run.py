@@ -313,6 +313,7 @@ def _refuse_idle_options(
         "--chat-template": options.get("template"),
         "--tool-parser": config.tool_parser,
         "--adapter-root": config.adapter_root,
+        "--speculative": options.get("speculative"),
     }
     for option, value in idle.items():
         if value:
