@@ -18,7 +18,7 @@ from megatron.bridge.cli.support.parser import (
 )
 
 DTYPES = ("float32", "bfloat16", "float16")
-TRAIN_MODES = ("pretrain", "sft", "lora", "dora", "distill", "cache-teacher", "dpo")
+TRAIN_MODES = ("pretrain", "sft", "lora", "dora", "distill", "cache-teacher", "dpo", "grpo")
 
 
 def add_recipe_options(
