@@ -87,6 +87,9 @@ EXCLUSIONS = [
     Exclusive("grpo", "train.iterations_to_skip", remedy="unset the second"),
     Exclusive("grpo", "train.rampup_batch_size", remedy="unset the second"),
     Exclusive("grpo", "rerun_state_machine", remedy="unset the second"),
+    # generation needs the weights of a rank in whole
+    Exclusive("grpo", "dist.use_torch_fsdp2", remedy="use the distributed optimizer"),
+    Exclusive("grpo", "ddp.use_megatron_fsdp", remedy="use the distributed optimizer"),
     # such a model has no probabilities of tokens
     Exclusive("model.head", "distill", remedy="a head has no tokens to compare, unset one of them"),
     Exclusive("model.head", "dpo", remedy="a head has no tokens to compare, unset one of them"),
