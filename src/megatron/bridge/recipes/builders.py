@@ -185,7 +185,6 @@ def train_on_rewards(config: "ConfigContainer", dataset_root: str, seed: int) ->
 
     config.grpo = GRPOConfig()
     config.model.calculate_per_token_loss = True
-    config.validation.eval_iters = 0
     config.dataset = PromptDatasetConfig(
         seq_length=config.model.seq_length, dataset_root=dataset_root, seed=seed
     )

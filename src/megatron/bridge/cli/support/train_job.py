@@ -314,11 +314,12 @@ def _from_recipe(recipe: Recipe, args: argparse.Namespace) -> TrainJob:
 
 
 def _objective_options(mode: str, has_adapters: bool) -> dict[str, Any]:
-    """Return the learning rate and warmup of ``--mode dpo`` or ``grpo`` for a recipe of fine-tuning."""
+    """Return learning rate, warmup and evaluation of ``--mode dpo`` or ``grpo`` for a recipe of fine-tuning."""
     values = {**(DPO_DEFAULTS if mode == "dpo" else GRPO_DEFAULTS)}
     if has_adapters:
         values.update(DPO_ADAPTER_DEFAULTS if mode == "dpo" else GRPO_ADAPTER_DEFAULTS)
-    return {name: values[name] for name in ("lr", "warmup_fraction")}
+    names = ("lr", "warmup_fraction", "eval_iters")
+    return {name: values[name] for name in names if name in values}
 
 
 def _from_model(args: argparse.Namespace) -> TrainJob:
