@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Reinforcement learning with GRPO: a small random model learns to add digits from a reward alone.
 
-python tutorials/rl/grpo.py                                                 # two minutes on two cores
+python tutorials/rl/grpo.py                                                 # minutes on two cores
 torchrun --nproc-per-node=2 tutorials/rl/grpo.py tensor_model_parallel_size=2   # the same on two processes
 """
 
@@ -68,7 +68,7 @@ def make_prompts(folder):
 def main():
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("sizes", nargs="*", help="options of the recipe, such as parallel sizes")
-    parser.add_argument("--steps", type=int, default=120)
+    parser.add_argument("--steps", type=int, default=300)
     args = parser.parse_args()
     if os.environ.get("RANK", "0") == "0":
         make_model(OUT / "model")

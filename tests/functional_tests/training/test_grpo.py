@@ -323,12 +323,11 @@ def test_a_failing_reward_function_is_named_with_its_sample(places):
     def score(completions, answer, **_):
         return [1 / (number - 3) for number in answer]
 
+    config = config_of(places, {"reward_funcs": []}, steps=5)
     with pytest.raises(UserError) as refusal:
-        try:
-            grpo(config_of(places, {"reward_funcs": []}, steps=5), reward_funcs=[score])
-        finally:
-            forget_model_parallel()
-            leave()
+        grpo(config, reward_funcs=[score])
+    forget_model_parallel()
+    leave()
     words = ("training.jsonl:4", "score", "ZeroDivisionError")
     assert all(word in str(refusal.value) for word in words)
 
