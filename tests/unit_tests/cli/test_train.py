@@ -419,6 +419,11 @@ def test_any_recipe_of_fine_tuning_can_learn_from_rewards(capsys, adapter, lr):
     assert (made.optimizer.lr, made.validation.eval_iters) == (lr, 0)
 
 
+def test_rewards_are_not_rehearsed(capsys):
+    words = ("train", "--recipe", "qwen3_600m_grpo_config", "--rehearse")
+    assert "recipe of fine-tuning" in run(capsys, *words)[2]
+
+
 def test_reward_functions_of_a_file_need_consent(capsys, tmp_path):
     file = tmp_path / "settings.yaml"
     file.write_text("grpo:\n  reward_funcs: [rewards.py:score]\n")

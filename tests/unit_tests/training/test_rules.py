@@ -212,11 +212,16 @@ CASES = {
         ["ft.simulated_fault_rank=2", "between 0 and 1"],
     ),
     "labeled_answers_go_with_kto": (
-        {"dpo": DPOConfig(loss_type="kto"), "dataset": PAIRS, "train.micro_batch_size": 1},
+        {
+            "dpo": DPOConfig(loss_type="kto", rpo_alpha=0.5),
+            "dataset": PAIRS,
+            "train.micro_batch_size": 1,
+        },
         1,
         [
+            "dpo.rpo_alpha=0.5",
             "dataset.labeled=False",
-            "dpo.loss_type sigmoid, ipo or hinge",
+            "dpo.loss_type sigmoid, ipo, hinge, cpo, simpo or orpo",
             "train.micro_batch_size=1",
             "2 or more",
         ],
@@ -852,9 +857,9 @@ RELATED = [
         ["dpo.label_smoothing=0.5: must be at least 0 and below 0.5"],
     ),
     (
-        {"dpo": DPOConfig(loss_type="simpo", label_smoothing=0.1, desirable_weight=2.0)},
+        {"dpo": DPOConfig(loss_type="slic", label_smoothing=0.1, desirable_weight=2.0)},
         [
-            "dpo.loss_type=simpo: use one of sigmoid, ipo, hinge, kto",
+            "dpo.loss_type=slic: use one of sigmoid, ipo, hinge, kto, cpo, simpo, orpo",
             "label_smoothing=0.1 has no effect without dpo.loss_type=sigmoid",
             "desirable_weight=2.0 has no effect without dpo.loss_type=kto",
         ],
@@ -890,7 +895,7 @@ BLOCKS = {
     "rerun_state_machine": RerunStateMachineConfig,
     "ft": FaultToleranceConfig,
     "distill": DistillConfig,
-    "dpo": lambda: DPOConfig(loss_type="ipo"),
+    "dpo": lambda: DPOConfig(loss_type="orpo"),
     "grpo": lambda: GRPOConfig(loss_type="sapo", advantage_estimator="rloo"),
 }
 

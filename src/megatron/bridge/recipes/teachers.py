@@ -19,7 +19,8 @@ def teacher_of(config: ConfigContainer, world_size: int) -> GPTModelProvider | N
     for name, block in blocks.items():
         if block is not None and block.reference is None:
             # with adapters, the model without them is the reference; only GRPO can do without any
-            has_second_model = config.peft is None and (name == "dpo" or block.beta > 0)
+            compares = block.needs_reference if name == "dpo" else block.beta > 0
+            has_second_model = config.peft is None and compares
             return copy.deepcopy(config.model) if has_second_model else None
     named = _named_model(config)
     if named is None:
@@ -41,7 +42,7 @@ def _named_model(config: ConfigContainer) -> _NamedModel | None:
     dpo = config.dpo
     grpo = config.grpo
     distill = config.distill
-    if dpo is not None and dpo.reference is not None:
+    if dpo is not None and dpo.reference is not None and dpo.needs_reference:
         return _NamedModel("dpo.reference", dpo.reference, dpo.trust_remote_code)
     if grpo is not None and grpo.reference is not None and grpo.beta > 0:
         return _NamedModel("grpo.reference", grpo.reference, grpo.trust_remote_code)

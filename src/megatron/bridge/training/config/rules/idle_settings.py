@@ -127,7 +127,15 @@ FEATURES = [
         Equals("checkpoint.non_persistent_ckpt_type", "local"),
         settings=["checkpoint.non_persistent_local_ckpt_dir"],
     ),
-    Feature(Equals("dpo.loss_type", "sigmoid"), settings=["dpo.label_smoothing"]),
+    Feature(
+        AnyOf(*(Equals("dpo.loss_type", name) for name in ("sigmoid", "cpo", "simpo"))),
+        settings=["dpo.label_smoothing"],
+    ),
+    Feature(Equals("dpo.loss_type", "simpo"), settings=["dpo.simpo_gamma"]),
+    Feature(
+        AnyOf(*(Equals("dpo.loss_type", name) for name in ("sigmoid", "ipo", "hinge", "kto"))),
+        settings=["dpo.reference", "dpo.trust_remote_code"],
+    ),
     Feature(
         Equals("dpo.loss_type", "kto"), settings=["dpo.desirable_weight", "dpo.undesirable_weight"]
     ),

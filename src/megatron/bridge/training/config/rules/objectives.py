@@ -94,11 +94,17 @@ def preference_data_goes_with_dpo(config: RunConfig, world_size: int) -> Iterato
 
 def labeled_answers_go_with_kto(config: RunConfig, world_size: int) -> Iterator[str]:
     """KTO learns from single answers, and estimates KL from several of them."""
-    kto = config.dpo is not None and config.dpo.loss_type == "kto"
+    dpo = config.dpo
+    kto = dpo is not None and dpo.loss_type == "kto"
     labeled = getattr(config.dataset, "labeled", None)
     if labeled is not None and labeled != kto:
-        loss_types = "kto" if labeled else "sigmoid, ipo or hinge"
+        loss_types = "kto" if labeled else "sigmoid, ipo, hinge, cpo, simpo or orpo"
         yield f"dataset.labeled={labeled} goes with dpo.loss_type {loss_types}: leave dataset.labeled unset"
+    if dpo is not None and kto and dpo.rpo_alpha is not None:
+        yield (
+            f"dpo.rpo_alpha={dpo.rpo_alpha} adds the likelihood of chosen answers, and dpo.loss_type=kto has no "
+            "pairs: unset it"
+        )
     micro = config.train.micro_batch_size
     replicas = config.data_parallel_size(world_size)
     if kto and micro * replicas < 2:
@@ -148,7 +154,9 @@ def completions_make_whole_groups(config: RunConfig, world_size: int) -> Iterato
 def adapters_can_be_switched_off(config: RunConfig, world_size: int) -> Iterator[str]:
     """Without a separate reference, a run with adapters is compared with its base."""
     compares: dict[str, bool] = {
-        "dpo": config.dpo is not None and config.dpo.reference is None,
+        "dpo": config.dpo is not None
+        and config.dpo.reference is None
+        and config.dpo.needs_reference,
         "grpo": config.grpo is not None and config.grpo.reference is None and config.grpo.beta > 0,
     }
     for block in [name for name, is_compared in compares.items() if is_compared]:
