@@ -7,7 +7,6 @@ torchrun --nproc-per-node=2 tutorials/rl/grpo.py tensor_model_parallel_size=2   
 
 import argparse
 import json
-import os
 from pathlib import Path
 
 import torch
@@ -16,6 +15,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from megatron.bridge.recipes.llama import llama32_1b_grpo_config
 from megatron.bridge.training.grpo import grpo
+from megatron.bridge.utils import distributed
 
 OUT = Path("runs/tutorials/grpo")
 LETTERS = "0123456789+="
@@ -70,12 +70,11 @@ def main():
     parser.add_argument("sizes", nargs="*", help="options of the recipe, such as parallel sizes")
     parser.add_argument("--steps", type=int, default=300)
     args = parser.parse_args()
-    if os.environ.get("RANK", "0") == "0":
+    distributed.initialize()
+    if distributed.rank() == 0:
         make_model(OUT / "model")
         make_prompts(OUT / "prompts")
-    torch.distributed.init_process_group("gloo") if "RANK" in os.environ else None
-    if torch.distributed.is_initialized():
-        torch.distributed.barrier()
+    distributed.barrier()
 
     # Any recipe of fine-tuning can be used; this one sets the learning rate and the schedule of GRPO.
     config = llama32_1b_grpo_config(

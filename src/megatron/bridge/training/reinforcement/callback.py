@@ -34,6 +34,7 @@ from megatron.bridge.training.reinforcement.rollouts import (
 from megatron.bridge.training.reinforcement.samples import CompletionSamples
 from megatron.bridge.training.reinforcement.scoring import score_completions
 from megatron.bridge.training.state import Run
+from megatron.bridge.utils import distributed
 from megatron.bridge.utils.console import print_rank_0
 from megatron.bridge.utils.distributed import broadcast_object
 
@@ -86,8 +87,7 @@ class Rollouts(Callback):
         """The position in the prompts; of the first rank also the completions that are still needed."""
         drawn = self._drawn if self._prompts is None else self._prompts.drawn
         state: dict[str, Any] = {"drawn": drawn, "steps": self._steps, "generation": None}
-        is_first = not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0
-        if self._generation is not None and is_first:
+        if self._generation is not None and distributed.rank() == 0:
             state["generation"] = pack_generation(self._generation)
         return state
 

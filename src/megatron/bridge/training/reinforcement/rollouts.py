@@ -146,6 +146,10 @@ def generate_rollouts(
 
 
 def engine_config(run: Run, settings: GRPOConfig) -> EngineConfig:
+    """The limits of generation.
+
+    Weights are not packed on CPUs: that replaces their memory, which is a part of the buffers of the optimizer.
+    """
     return EngineConfig(
         max_context=run.config.dataset.seq_length,
         vocabulary=run.tokenizer.vocab_size,
