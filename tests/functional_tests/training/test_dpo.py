@@ -36,6 +36,10 @@ LOSSES = {
     "smoothed": DPOConfig(beta=0.4, label_smoothing=0.2),
     "ipo": DPOConfig(beta=0.4, loss_type="ipo"),
     "hinge": DPOConfig(beta=0.4, loss_type="hinge"),
+    "rpo": DPOConfig(beta=0.4, rpo_alpha=0.7),
+    "cpo": DPOConfig(beta=0.4, loss_type="cpo", label_smoothing=0.2),
+    "simpo": DPOConfig(beta=2.0, loss_type="simpo"),
+    "orpo": DPOConfig(beta=0.4, loss_type="orpo"),
 }
 TP2 = {"tensor_model_parallel_size": 2}
 PP2 = {"pipeline_model_parallel_size": 2, "pipeline_dtype": torch.float32}
@@ -136,7 +140,9 @@ def log_probs(model, prompt, answer):
 
 def naive_loss(chosen, rejected, settings):
     """The published formulas for one pair; each argument has the log-probabilities of both models."""
-    reduce = torch.mean if settings.loss_type == "ipo" else torch.sum
+    reduce = torch.mean if settings.loss_type in ("ipo", "simpo", "orpo") else torch.sum
+    if settings.loss_type in ("cpo", "simpo", "orpo"):
+        return naive_reference_free_loss(reduce(chosen[0]), reduce(rejected[0]), settings)
     margin = sum(
         sign * (reduce(ours) - reduce(theirs))
         for sign, (ours, theirs) in ((1, chosen), (-1, rejected))
@@ -147,6 +153,28 @@ def naive_loss(chosen, rejected, settings):
         return F.relu(1 - settings.beta * margin)
     share, logit = settings.label_smoothing, settings.beta * margin
     return -(1 - share) * torch.sigmoid(logit).log() - share * torch.sigmoid(-logit).log()
+
+
+def naive_reference_free_loss(chosen, rejected, settings):
+    if settings.loss_type == "orpo":
+        odds = [log.exp() / (1 - log.exp()) for log in (chosen, rejected)]
+        return -settings.beta * torch.sigmoid((odds[0] / odds[1]).log()).log()
+    gamma = settings.simpo_gamma if settings.loss_type == "simpo" else 0.0
+    share, logit = settings.label_smoothing, settings.beta * (chosen - rejected) - gamma
+    return -(1 - share) * torch.sigmoid(logit).log() - share * torch.sigmoid(-logit).log()
+
+
+def naive_likelihoods(model, settings):
+    """What is added to the loss: of chosen answers, or of texts, over all tokens of the step."""
+    is_of_texts = settings.loss_type == "orpo"
+    weight = 1.0 if settings.loss_type in ("cpo", "orpo") else settings.rpo_alpha or 0.0
+    logs = [
+        log_probs(model, prompt[:1], [*prompt[1:], *chosen])
+        if is_of_texts
+        else log_probs(model, prompt, chosen)
+        for prompt, chosen, _ in numbers()
+    ]
+    return -weight * torch.cat(logs).mean()
 
 
 def naive_losses(root, reference, settings):
@@ -163,7 +191,7 @@ def naive_losses(root, reference, settings):
                 theirs = [log_probs(frozen, prompt, answer) for answer in answers]
             ours = [log_probs(model, prompt, answer) for answer in answers]
             losses.append(naive_loss(*zip(ours, theirs, strict=True), settings))
-        loss = torch.stack(losses).mean()
+        loss = torch.stack(losses).mean() + naive_likelihoods(model, settings)
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
@@ -175,8 +203,11 @@ def naive_losses(root, reference, settings):
 def test_losses_are_those_of_a_plain_loop(places, name):
     settings = LOSSES[name]
     expected = naive_losses(places, "other", settings)
-    settings = DPOConfig(**{**vars(settings), "reference": str(places / "other")})
-    found = [step["dpo loss"] for step in alone(places, settings, micro=2)]
+    if settings.needs_reference:
+        settings = DPOConfig(**{**vars(settings), "reference": str(places / "other")})
+    adds_likelihood = settings.likelihood_weight or settings.loss_type == "orpo"
+    micro = len(LENGTHS) if adds_likelihood else 2  # likelihoods are means over a microbatch
+    found = [step["dpo loss"] for step in alone(places, settings, micro=micro)]
     assert found == pytest.approx(expected, rel=2e-5)
     assert len(set(found)) == STEPS
 
@@ -211,6 +242,24 @@ def test_two_processes(places, two_workers, peft):
         for name, steps in rank.items():
             for found, wanted in zip(steps, expected, strict=True):
                 assert found == pytest.approx(wanted, rel=1e-5, abs=2e-6), name
+
+
+def reference_free_layouts(root, layouts):
+    settings = {name: LOSSES[name] for name in ("orpo", "cpo")}
+    return {
+        (name, layout): run(root, settings[name], LAYOUTS[layout], micro=2)
+        for name in settings
+        for layout in layouts
+    }
+
+
+def test_losses_without_a_reference_on_two_processes(places, two_workers):
+    """Replicas would have other microbatches, over whose tokens likelihoods are averaged."""
+    expected = {name: alone(places, LOSSES[name], micro=2) for name in ("orpo", "cpo")}
+    for rank in two_workers.run(reference_free_layouts, places, ("sp2", "pp2", "cp2")):
+        for (name, layout), steps in rank.items():
+            for found, wanted in zip(steps, expected[name], strict=True):
+                assert found == pytest.approx(wanted, rel=1e-5, abs=2e-6), (name, layout)
 
 
 def in_half_a_row(model, prompt, answer):

@@ -99,6 +99,16 @@ def test_the_reward_rises(tmp_path):
 
 
 @pytest.mark.slow
+def test_a_model_learns_sums_from_a_reward(tmp_path):
+    """The beginning of its curve."""
+    script = str(ROOT / "tutorials/rl/grpo.py")
+    output = started(sys.executable, script, "--steps", "60", folder=tmp_path)
+    rewards = [float(found) for found in re.findall(r"reward right_sum (\S+)", output)]
+    assert rewards[0] < 0.15 < 0.4 < rewards[-1]
+    assert (tmp_path / "runs/tutorials/grpo/log/completions.html").stat().st_size
+
+
+@pytest.mark.slow
 def test_a_model_learns_to_name_colors(tmp_path):
     """The commands of tutorials/vision/README.md."""
     shapes = [str(tmp_path / "runs/tutorials/vision" / name) for name in ("pictures", "untrained")]

@@ -403,6 +403,35 @@ def test_any_recipe_of_fine_tuning_can_tune_preferences(capsys, adapter, lr):
     assert made.model.calculate_per_token_loss
 
 
+@pytest.mark.parametrize(("adapter", "lr"), [([], 1e-6), (["--peft-scheme", "lora"], 1e-5)])
+def test_any_recipe_of_fine_tuning_can_learn_from_rewards(capsys, adapter, lr):
+    """Its config is the one of the recipe with grpo in its name, at the length of the recipe."""
+    words = ["--mode", "grpo", "--data", "questions", "grpo.reward_funcs=[builtins:len]"]
+    words += ["--seq-length", "1024", "checkpoint.pretrained_checkpoint=meta-llama/Llama-3.2-1B"]
+    recipes = ("llama32_1b_finetune_config", "llama32_1b_grpo_config")
+    made, expected = (
+        dry_run(capsys, "train", "--recipe", name, *adapter, *words)[0] for name in recipes
+    )
+    assert made.grpo == expected.grpo
+    assert made.grpo.reward_funcs == ["builtins:len"]
+    assert made.dataset == expected.dataset
+    assert made.dataset.max_prompt_length == 512
+    assert (made.optimizer.lr, made.validation.eval_iters) == (lr, 0)
+
+
+def test_rewards_are_not_rehearsed(capsys):
+    words = ("train", "--recipe", "qwen3_600m_grpo_config", "--rehearse")
+    assert "recipe of fine-tuning" in run(capsys, *words)[2]
+
+
+def test_reward_functions_of_a_file_need_consent(capsys, tmp_path):
+    file = tmp_path / "settings.yaml"
+    file.write_text("grpo:\n  reward_funcs: [rewards.py:score]\n")
+    words = ["train", "--recipe", "llama32_1b_grpo_config", "--config", str(file), "--dry-run"]
+    assert "--trust-config" in run(capsys, *words)[2]
+    assert "rewards.py is not a file" in run(capsys, *words, "--trust-config")[1]
+
+
 def test_list_takes_words(capsys):
     code, out, _ = run(capsys, "train", "--list", "405b")
     assert code == 0

@@ -172,7 +172,7 @@ class TestEveryRecipe:
             return
         for scheme, kind in (("lora", "LoRA"), ("dora", "DoRA")):
             config = recipe(peft=scheme, pretrained_checkpoint="p")
-            rate = 5e-6 if recipe.stage == "dpo" else 1e-4
+            rate = {"dpo": 5e-6, "grpo": 1e-5}.get(recipe.stage, 1e-4)
             assert (type(config.peft).__name__, config.optimizer.lr) == (kind, rate)
             config = config.resolve(recipe.gpus).config
 
@@ -189,7 +189,12 @@ class TestEveryRecipe:
 
     def test_is_described(self, recipe):
         """What it trains, the GPUs that it is made for, and its name say the same stage."""
-        phrase = {"pretrain": "pretraining", "sft": "full fine-tuning", "dpo": "DPO"}
+        phrase = {
+            "pretrain": "pretraining",
+            "sft": "full fine-tuning",
+            "dpo": "DPO",
+            "grpo": "GRPO",
+        }
         assert phrase.get(recipe.stage, "distilled") in recipe.what
         suffix = {"sft": "finetune"}.get(recipe.stage, recipe.stage)
         assert f"_{suffix}_config" in recipe.name

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from megatron.bridge.training.config import DPOConfig
-from megatron.bridge.training.dpo import pair_losses
+from megatron.bridge.training.dpo import log_one_minus_exp, pair_losses
 
 BETA = 0.4
 LENGTHS = [(9, 3), (4, 5), (2, 7)]  # tokens of the chosen and the rejected answers
@@ -50,6 +50,56 @@ def test_trl_computes_them(loss_type):
     found = float(trl_loss(trl, loss_type))
     assert found == pytest.approx(EXPECTED[loss_type], abs=1e-6)
     assert our_losses(loss_type)[0].mean().item() == pytest.approx(found, abs=1e-6)
+
+
+WITHOUT_REFERENCE = {
+    "cpo": DPOConfig(beta=BETA, loss_type="cpo", label_smoothing=0.1),
+    "simpo": DPOConfig(beta=2.0, loss_type="simpo", simpo_gamma=0.7),
+    "orpo": DPOConfig(beta=BETA, loss_type="orpo"),
+}
+
+
+@pytest.mark.parametrize("name", WITHOUT_REFERENCE)
+def test_losses_without_a_reference_are_those_of_trl(name):
+    """Of TRL's own functions, where it is installed; else of the published formulas."""
+    settings = WITHOUT_REFERENCE[name]
+    tokens, _, mask = log_probs()
+    chosen, rejected = by_answer(tokens, mask, mean=name != "cpo")
+    losses, *rewards = pair_losses((chosen, rejected), None, settings)
+    if name == "orpo":
+        odds = (chosen.exp() / (1 - chosen.exp())) / (rejected.exp() / (1 - rejected.exp()))
+        expected = -settings.beta * torch.sigmoid(odds.log()).log()
+    else:
+        logits = settings.beta * (chosen - rejected) - (0.7 if name == "simpo" else 0.0)
+        share = settings.label_smoothing
+        expected = -(1 - share) * torch.sigmoid(logits).log()
+        expected -= share * torch.sigmoid(-logits).log()
+    torch.testing.assert_close(losses, expected, rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(rewards[0], settings.beta * chosen)
+    experimental = pytest.importorskip(f"trl.experimental.{'orpo' if name == 'orpo' else 'cpo'}")
+    trainer = SimpleNamespace(
+        accelerator=SimpleNamespace(device="cpu"),
+        beta=settings.beta,
+        alpha=0.0,
+        loss_type="simpo" if name == "simpo" else "sigmoid",
+        simpo_gamma=settings.simpo_gamma,
+        label_smoothing=settings.label_smoothing,
+    )
+    if name == "orpo":
+        of_trl = -experimental.ORPOTrainer.odds_ratio_loss(trainer, chosen, rejected)[0]
+    else:
+        of_trl = experimental.CPOTrainer.cpo_loss(trainer, chosen, rejected)[0]
+    torch.testing.assert_close(losses, of_trl, rtol=1e-6, atol=1e-6)
+
+
+def test_odds_are_exact_for_all_probabilities():
+    """Near 0 and near 1, with finite gradients."""
+    values = torch.tensor([-1e-6, -0.5, -0.6931472, -1.0, -40.0], requires_grad=True)
+    found = log_one_minus_exp(values)
+    expected = (1 - values.detach().double().exp()).log().float()
+    torch.testing.assert_close(found.detach(), expected, rtol=1e-5, atol=1e-7)
+    found.sum().backward()
+    assert torch.isfinite(values.grad).all()
 
 
 def trl_loss(trl, loss_type):

@@ -94,6 +94,7 @@ def test_no_key_of_another_block_counts_as_a_slip():
         "straggler",
         "distill",
         "dpo",
+        "grpo",
         "comm_overlap",
         "rerun_state_machine",
         "inprocess_restart",

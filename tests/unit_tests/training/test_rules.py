@@ -15,6 +15,7 @@ from megatron.bridge.data.config import (
     GPTDatasetConfig,
     PackedSequenceSpecs,
     PreferenceDatasetConfig,
+    PromptDatasetConfig,
     SFTDatasetConfig,
 )
 from megatron.bridge.data.energon import EnergonProvider
@@ -27,6 +28,7 @@ from megatron.bridge.training.config import (
     DistillConfig,
     DPOConfig,
     FaultToleranceConfig,
+    GRPOConfig,
     InProcessRestartConfig,
     NVRxStragglerDetectionConfig,
     ParameterOverride,
@@ -210,11 +212,16 @@ CASES = {
         ["ft.simulated_fault_rank=2", "between 0 and 1"],
     ),
     "labeled_answers_go_with_kto": (
-        {"dpo": DPOConfig(loss_type="kto"), "dataset": PAIRS, "train.micro_batch_size": 1},
+        {
+            "dpo": DPOConfig(loss_type="kto", rpo_alpha=0.5),
+            "dataset": PAIRS,
+            "train.micro_batch_size": 1,
+        },
         1,
         [
+            "dpo.rpo_alpha=0.5",
             "dataset.labeled=False",
-            "dpo.loss_type sigmoid, ipo or hinge",
+            "dpo.loss_type sigmoid, ipo, hinge, cpo, simpo or orpo",
             "train.micro_batch_size=1",
             "2 or more",
         ],
@@ -223,6 +230,25 @@ CASES = {
         {"dpo": DPOConfig()},
         1,
         ["dataset is a MockGPTDatasetConfig", "PreferenceDatasetConfig"],
+    ),
+    "prompts_go_with_grpo": (
+        {"grpo": GRPOConfig()},
+        1,
+        ["dataset is a MockGPTDatasetConfig", "PromptDatasetConfig"],
+    ),
+    "completions_make_whole_groups": (
+        {
+            "grpo": GRPOConfig(num_generations=3, max_completion_length=32),
+            "dataset": PromptDatasetConfig(seq_length=32, dataset_root="."),
+        },
+        1,
+        [
+            "train.global_batch_size=8",
+            "grpo.num_generations=3",
+            "for example to 9 completions",
+            "grpo.max_completion_length=32",
+            "dataset.seq_length=32",
+        ],
     ),
     "head_fits_the_data": (
         {"model.head": "sequence_classification", "model.num_labels": 1, "dataset": CLASSES},
@@ -795,13 +821,45 @@ RELATED = [
         ["dpo and distill exclude", "distill needs distill.teacher or"],
     ),
     (
+        {"grpo": GRPOConfig(), "dpo": DPOConfig(), "train.iterations_to_skip": [3]},
+        [
+            "grpo and dpo exclude",
+            "grpo and validation.eval_iters=1 exclude",
+            "grpo and train.iterations_to_skip=[3] exclude",
+        ],
+    ),
+    (
+        {"grpo": GRPOConfig(loss_type="luspo", epsilon_high=0.3, kl_estimator="k1")},
+        [
+            "grpo.loss_type=luspo needs grpo.importance_sampling_level=sequence",
+            "grpo.kl_estimator=k1 has no effect without grpo.beta",
+        ],
+    ),
+    (
+        {"grpo": GRPOConfig(loss_type="cispo", epsilon=0.1, top_p=0.0, num_generations=1)},
+        [
+            "grpo.loss_type=cispo needs grpo.epsilon_high > 0",
+            "grpo.epsilon=0.1 has no effect",
+            "grpo.top_p=0.0: must be above 0 and at most 1",
+            "grpo.num_generations=1: must be at least 2",
+        ],
+    ),
+    (
+        {"grpo": GRPOConfig(importance_sampling_correction=True, temperature=0.7)},
+        ["grpo.importance_sampling_correction=True needs grpo.temperature=1.0"],
+    ),
+    (
+        {"grpo": GRPOConfig(loss_type="ppo")},
+        ["grpo.loss_type=ppo: use one of grpo, bnpo, dr_grpo, dapo, cispo, sapo, luspo, vespo"],
+    ),
+    (
         {"dpo": DPOConfig(label_smoothing=0.5)},
         ["dpo.label_smoothing=0.5: must be at least 0 and below 0.5"],
     ),
     (
-        {"dpo": DPOConfig(loss_type="simpo", label_smoothing=0.1, desirable_weight=2.0)},
+        {"dpo": DPOConfig(loss_type="slic", label_smoothing=0.1, desirable_weight=2.0)},
         [
-            "dpo.loss_type=simpo: use one of sigmoid, ipo, hinge, kto",
+            "dpo.loss_type=slic: use one of sigmoid, ipo, hinge, kto, cpo, simpo, orpo",
             "label_smoothing=0.1 has no effect without dpo.loss_type=sigmoid",
             "desirable_weight=2.0 has no effect without dpo.loss_type=kto",
         ],
@@ -837,7 +895,8 @@ BLOCKS = {
     "rerun_state_machine": RerunStateMachineConfig,
     "ft": FaultToleranceConfig,
     "distill": DistillConfig,
-    "dpo": lambda: DPOConfig(loss_type="ipo"),
+    "dpo": lambda: DPOConfig(loss_type="orpo"),
+    "grpo": lambda: GRPOConfig(loss_type="sapo", advantage_estimator="rloo"),
 }
 
 
@@ -858,7 +917,8 @@ def test_a_setting_needs_what_it_is_a_setting_of(key):
     blocks = {name: make() for name, make in BLOCKS.items()}
     default = configured(blocks)
     assert not [*idle_settings.settings_have_effect(default, 1)]
-    changed = blocks | {key: OTHER[type(value_of(default, key) or "")]}
+    value = value_of(default, key)
+    changed = blocks | {key: False if value is True else OTHER[type(value or "")]}
     assert next(idle_settings.settings_have_effect(configured(changed), 1)).startswith(f"{key}=")
     # the feature may be a setting of another one
     outer = idle_settings.NEEDS.get(condition.key, Equals("checkpoint.save", "run"))
@@ -902,6 +962,7 @@ def test_every_condition_is_on_a_setting(key):
         "profiling": ProfilingConfig,
         "nvrx_straggler": NVRxStragglerDetectionConfig,
         "dpo": DPOConfig,
+        "grpo": GRPOConfig,
     }
     others |= {"distill": DistillConfig, "inprocess_restart": InProcessRestartConfig, "peft": LoRA}
     others |= {name: type(make()) for name, make in BLOCKS.items()}
@@ -982,7 +1043,7 @@ def test_every_range_is_of_a_setting(key):
         SFTDatasetConfig,
         DistillConfig,
     ]
-    kinds.append(DPOConfig)
+    kinds += [DPOConfig, GRPOConfig]
     kinds += (
         [type(getattr(toy_config(), block))] if getattr(toy_config(), block) is not None else []
     )

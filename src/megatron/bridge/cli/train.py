@@ -177,6 +177,7 @@ def _train(job: TrainJob, args: argparse.Namespace) -> int:
     from megatron.bridge.training.distillation.cache_teacher import precompute
     from megatron.bridge.training.dpo import dpo
     from megatron.bridge.training.finetune import finetune
+    from megatron.bridge.training.grpo import grpo
     from megatron.bridge.training.pretrain import pretrain
     from megatron.bridge.training.setup import resolve_run
     from megatron.bridge.utils.console import print_rank_0
@@ -196,8 +197,9 @@ def _train(job: TrainJob, args: argparse.Namespace) -> int:
         *(f"note: {line}" for line in warnings(config)),
     ]:
         print_rank_0(line)
-    if job.mode in ("distill", "dpo"):
-        (distill if job.mode == "distill" else dpo)(resolved)
+    objectives = {"distill": distill, "dpo": dpo, "grpo": grpo}
+    if job.mode in objectives:
+        objectives[job.mode](resolved)
     else:
         (pretrain if job.mode == "pretrain" else finetune)(resolved, step)
     return _destroy_process_groups()

@@ -6,6 +6,7 @@
 * ``records``: from a record (a conversation, a prompt with its completion, a text) to tokens and a loss mask.
 * ``media``: images of records: placeholders before tokenizing, pixels when a batch is made.
 * ``finetuning``: datasets of records; packing and padding samples into rows.
+* ``prompts``: prompts without answers, for reinforcement learning.
 * ``vlm_datasets``: datasets of conversations with images.
 * ``energon``: WebDatasets.
 * ``loaders``, ``samplers``, ``streams``: which rank draws which samples, in which order.

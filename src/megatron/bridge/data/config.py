@@ -29,6 +29,7 @@ from megatron.bridge.data.preference.preference_config import (
 from megatron.bridge.data.pretraining.gpt_config import FIMConfig as FIMConfig
 from megatron.bridge.data.pretraining.gpt_config import GPTDatasetConfig as GPTDatasetConfig
 from megatron.bridge.data.pretraining.gpt_config import MockGPTDatasetConfig as MockGPTDatasetConfig
+from megatron.bridge.data.prompts.prompt_config import PromptDatasetConfig as PromptDatasetConfig
 from megatron.bridge.data.records.record_config import PackedSequenceSpecs as PackedSequenceSpecs
 from megatron.bridge.data.records.record_config import RecordDatasetConfig as RecordDatasetConfig
 from megatron.bridge.data.vlm_datasets import (

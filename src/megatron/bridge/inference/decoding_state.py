@@ -12,12 +12,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from megatron.core import tensor_parallel
+from megatron.core import parallel_state, tensor_parallel
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 from megatron.core.ssm.mamba_mixer import MambaMixer
 from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
 from megatron.core.transformer.multi_latent_attention import MultiLatentAttention
+from megatron.core.utils import GlobalMemoryBuffer
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
@@ -50,6 +51,7 @@ from megatron.bridge.checkpoint.model_io import unwrap
 from megatron.bridge.models.features.registry import FEATURES
 from megatron.bridge.models.features.rope import frequencies_and_factor
 from megatron.bridge.utils.errors import UserError
+from megatron.bridge.utils.patching import patched
 
 _PARALLEL_LINEAR = (tensor_parallel.ColumnParallelLinear, tensor_parallel.RowParallelLinear)
 # mixers whose earlier tokens are states of one size
@@ -109,6 +111,9 @@ class DecodingState:
     def attached(self) -> Iterator[None]:
         """Attach the caches to the layers inside the context."""
         with Changes() as changes, self._packing:
+            # steps run in inference mode, and a training pass may not write into the buffers that they allocate
+            buffers = {"_GLOBAL_MEMORY_BUFFER": GlobalMemoryBuffer()}
+            changes.enter_context(patched(parallel_state, **buffers))
             for module, name, value in self._attributes:
                 changes.set(module, name, value)
             for module, angles in self._rotary:

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Make recipes, and build configs without one.
 
-``pretrain``, ``distill``, ``sft`` and ``dpo`` build a config from a model and options. ``pretrain_recipe``,
-``distill_recipe``, ``finetune_recipe`` and ``dpo_recipe`` make recipes of them. The caller's options override
-recommended values, which override the defaults in ``options.py``. Torch is imported when a config is built.
+``pretrain``, ``distill``, ``sft``, ``dpo`` and ``grpo`` build a config from a model and options. ``pretrain_recipe``,
+``distill_recipe``, ``finetune_recipe``, ``dpo_recipe`` and ``grpo_recipe`` make recipes of them. The caller's options
+override recommended values, which override the defaults in ``options.py``. Torch is imported when a config is built.
 """
 
 import sys
@@ -16,6 +16,8 @@ from megatron.bridge.recipes.options import (
     DPO_ADAPTER_DEFAULTS,
     DPO_DEFAULTS,
     FINETUNE_DEFAULTS,
+    GRPO_ADAPTER_DEFAULTS,
+    GRPO_DEFAULTS,
     PRETRAIN_DEFAULTS,
     FinetuneOptions,
     LayoutOptions,
@@ -142,6 +144,48 @@ def train_on_preferences(config: "ConfigContainer", dataset_root: str, seed: int
     config.dpo = DPOConfig()
     config.model.calculate_per_token_loss = True
     config.dataset = PreferenceDatasetConfig(
+        seq_length=config.model.seq_length, dataset_root=dataset_root, seed=seed
+    )
+
+
+def grpo(
+    size: Size | str,
+    options: FinetuneOptions,
+    *shared: LayoutOptions | FinetuneOptions,
+    **recommended: Unpack[FinetuneOptions],
+) -> "ConfigContainer":
+    """Return the config that trains ``size``, or adapters on it, on rewards of its own completions.
+
+    ``dataset_root`` has prompts, by default in the folder ``prompts`` of the current directory. The arguments are
+    the same as for ``pretrain``.
+
+    Raises:
+        UserError: ``options`` has a key that is not in ``FinetuneOptions``, or asks for an unknown adapter.
+    """
+    adapters: FinetuneOptions = {} if options.get("peft") is None else GRPO_ADAPTER_DEFAULTS
+    defaults = (FINETUNE_DEFAULTS, GRPO_DEFAULTS)
+    chosen: Any = merge_options(FinetuneOptions, *defaults, *shared, recommended, adapters, options)
+    if chosen["dataset_root"] is None:
+        chosen["dataset_root"] = "prompts"
+    config = sft(size, chosen)
+    train_on_rewards(config, chosen["dataset_root"], chosen["seed"])
+    return config
+
+
+def train_on_rewards(config: "ConfigContainer", dataset_root: str, seed: int) -> None:
+    """Turn a config of fine-tuning into one of reinforcement learning, in place.
+
+    Args:
+        config: Of any recipe for fine-tuning.
+        dataset_root: Folder or file of prompts, or a dataset on the hub.
+        seed: Of the order of the prompts.
+    """
+    from megatron.bridge.data.config import PromptDatasetConfig
+    from megatron.bridge.training.config import GRPOConfig
+
+    config.grpo = GRPOConfig()
+    config.model.calculate_per_token_loss = True
+    config.dataset = PromptDatasetConfig(
         seq_length=config.model.seq_length, dataset_root=dataset_root, seed=seed
     )
 
@@ -283,6 +327,33 @@ def dpo_recipe(
         what=what,
         stage="dpo",
         builder=dpo,
+        recommended=_complete(FinetuneOptions, *defaults, *shared, recommended),
+        gpus=gpus,
+        gpu_kind=gpu_kind,
+        memory_gb=memory_gb,
+        module=_calling_module(),
+    )
+
+
+def grpo_recipe(
+    size: Size | str,
+    *shared: LayoutOptions | FinetuneOptions,
+    what: str = "GRPO",
+    gpus: int = 1,
+    gpu_kind: str = H100,
+    memory_gb: int | None = None,
+    **recommended: Unpack[FinetuneOptions],
+) -> FinetuneRecipe:
+    """Make a recipe that trains a model, or adapters on it, on rewards of its own completions.
+
+    The arguments are the same as for ``pretrain_recipe``.
+    """
+    defaults = (FINETUNE_DEFAULTS, GRPO_DEFAULTS)
+    return FinetuneRecipe(
+        size=size,
+        what=what,
+        stage="grpo",
+        builder=grpo,
         recommended=_complete(FinetuneOptions, *defaults, *shared, recommended),
         gpus=gpus,
         gpu_kind=gpu_kind,

@@ -4,6 +4,7 @@
 from megatron.bridge.recipes.builders import (
     dpo_recipe,
     finetune_recipe,
+    grpo_recipe,
     low_precision_recipe,
     pretrain_recipe,
 )
@@ -391,6 +392,9 @@ llama32_1b_finetune_config = finetune_recipe(
 )
 llama32_1b_dpo_config = dpo_recipe(
     "meta-llama/Llama-3.2-1B", what="Llama 3.2 1B DPO", gpus=1, memory_gb=36, lr=1e-6
+)
+llama32_1b_grpo_config = grpo_recipe(
+    "meta-llama/Llama-3.2-1B", what="Llama 3.2 1B GRPO", gpus=1, memory_gb=26
 )
 llama32_3b_finetune_config = finetune_recipe(
     "meta-llama/Llama-3.2-3B", what="Llama 3.2 3B full fine-tuning", gpus=8, memory_gb=38, lr=1e-5

@@ -203,6 +203,15 @@ ADAPTER_DEFAULTS: FinetuneOptions = {"lr": 1e-4}
 DPO_DEFAULTS: FinetuneOptions = {"lr": 5e-7, "warmup_fraction": 0.1, "seq_length": 4096}
 DPO_ADAPTER_DEFAULTS: FinetuneOptions = {"lr": 5e-6}
 
+# TRL's learning rate; 16 prompts with 8 completions each
+GRPO_DEFAULTS: FinetuneOptions = {
+    "lr": 1e-6,
+    "warmup_fraction": 0.0,
+    "seq_length": 2048,
+    "eval_iters": 0,
+}
+GRPO_ADAPTER_DEFAULTS: FinetuneOptions = {"lr": 1e-5}
+
 
 def merge_options(kind: type, *layers: Mapping[str, Any]) -> dict[str, Any]:
     """Merge options, of which later layers override earlier ones.

@@ -1,7 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Recipes of the Qwen family."""
 
-from megatron.bridge.recipes.builders import dpo_recipe, finetune_recipe, pretrain_recipe
+from megatron.bridge.recipes.builders import (
+    dpo_recipe,
+    finetune_recipe,
+    grpo_recipe,
+    pretrain_recipe,
+)
 from megatron.bridge.recipes.options import (
     FP8,
     LENGTH_16K,
@@ -436,6 +441,7 @@ qwen3_8b_mxfp8_pretrain_config = pretrain_recipe(
 qwen3_600m_finetune_config = finetune_recipe(
     QWEN3_600M, what="Qwen 3 0.6B full fine-tuning", gpus=1, memory_gb=19, lr=1e-5
 )
+qwen3_600m_grpo_config = grpo_recipe(QWEN3_600M, what="Qwen 3 0.6B GRPO", gpus=1, memory_gb=15)
 qwen3_1p7b_finetune_config = finetune_recipe(
     QWEN3_1P7B, what="Qwen 3 1.7B full fine-tuning", gpus=1, memory_gb=43, lr=1e-5
 )
@@ -529,6 +535,9 @@ qwen3_30b_a3b_finetune_config = finetune_recipe(
     what="Qwen 3 30B-A3B full fine-tuning",
     gpus=16,
     memory_gb=63,
+)
+qwen3_30b_a3b_grpo_config = grpo_recipe(
+    QWEN3_30B_A3B, layout(ep=8), what="Qwen 3 30B-A3B GRPO", gpus=16, memory_gb=68
 )
 qwen3_235b_a22b_finetune_config = finetune_recipe(
     QWEN3_235B_A22B,

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from megatron.bridge.training.config import ConfigContainer
 
 Mode = Literal["pretrain", "sft"]
-Stage = Literal["pretrain", "sft", "distill", "dpo"]
+Stage = Literal["pretrain", "sft", "distill", "dpo", "grpo"]
 
 _LAYOUT_SIZES = {
     "TP": "tensor_model_parallel_size",
@@ -68,7 +68,7 @@ class Recipe(ABC):
     """Builds the config from ``size``, the caller's options and ``recommended``."""
 
     mode: ClassVar[Mode]
-    """The stage whose options it takes: distillation takes those of pretraining, DPO those of fine-tuning."""
+    """The stage whose options it takes: distillation takes those of pretraining, DPO and GRPO those of fine-tuning."""
     options_type: ClassVar[type]
     """The ``TypedDict`` of these options."""
 

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Find the teacher of a distillation run, or the reference of preference tuning, without network or weights."""
+"""Find the teacher of a distillation run, or the reference of a tuned model, without network or weights."""
 
 import copy
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from megatron.bridge.models.gpt_provider import GPTModelProvider
 from megatron.bridge.models.hf_pretrained.hub import on_this_machine
@@ -15,26 +15,40 @@ def teacher_of(config: ConfigContainer, world_size: int) -> GPTModelProvider | N
     """Return the provider of the teacher or reference of a validated ``config``, or None if there is none locally."""
     from megatron.bridge.training.distillation.teacher import set_shared_settings
 
-    if config.dpo is not None:
-        if config.dpo.reference is None:
-            if config.peft is not None:  # the model without its adapters is the reference
-                return None
-            return copy.deepcopy(config.model)
-        key = "dpo.reference"
-        model = config.dpo.reference
-        trust_remote_code = config.dpo.trust_remote_code
-    elif config.distill is not None:
-        if config.distill.teacher is None or config.distill.cache is not None:
-            return None
-        key = "distill.teacher"
-        model = config.distill.teacher
-        trust_remote_code = config.distill.trust_remote_code
-    else:
+    blocks: dict[str, Any] = {"dpo": config.dpo, "grpo": config.grpo}
+    for name, block in blocks.items():
+        if block is not None and block.reference is None:
+            # with adapters, the model without them is the reference; only GRPO can do without any
+            compares = block.needs_reference if name == "dpo" else block.beta > 0
+            has_second_model = config.peft is None and compares
+            return copy.deepcopy(config.model) if has_second_model else None
+    named = _named_model(config)
+    if named is None:
         return None
-    provider = _declared_provider(model, trust_remote_code)
+    provider = _declared_provider(named.model, named.trust_remote_code)
     if provider is None:
         return None
-    return set_shared_settings(provider, model, config, world_size, key)
+    return set_shared_settings(provider, named.model, config, world_size, named.key)
+
+
+class _NamedModel(NamedTuple):
+    key: str  # the setting that names it
+    model: str
+    trust_remote_code: bool
+
+
+def _named_model(config: ConfigContainer) -> _NamedModel | None:
+    """The second model that a setting names, if the run uses it."""
+    dpo = config.dpo
+    grpo = config.grpo
+    distill = config.distill
+    if dpo is not None and dpo.reference is not None and dpo.needs_reference:
+        return _NamedModel("dpo.reference", dpo.reference, dpo.trust_remote_code)
+    if grpo is not None and grpo.reference is not None and grpo.beta > 0:
+        return _NamedModel("grpo.reference", grpo.reference, grpo.trust_remote_code)
+    if distill is not None and distill.teacher is not None and distill.cache is None:
+        return _NamedModel("distill.teacher", distill.teacher, distill.trust_remote_code)
+    return None
 
 
 def _declared_provider(model: str, trust_remote_code: bool) -> Any:

@@ -5,6 +5,7 @@ Here are the forward step, the losses of answers, and the reference that they ar
 the trained model with its adapters switched off.
 """
 
+import math
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, cast
@@ -49,16 +50,23 @@ from megatron.bridge.utils.errors import UserError
 
 DPO_LOSS = "dpo loss"
 KTO_LOSS = "kto loss"
+USE_MEANS = ("ipo", "simpo", "orpo")
+"""Losses of log-probabilities that are means over tokens instead of sums."""
 LogProbs = tuple[Tensor, Tensor]  # of the chosen and of the rejected answers, each [pairs]
 
 
 def pair_losses(
-    policy: LogProbs, reference: LogProbs, settings: DPOConfig
+    policy: LogProbs, reference: LogProbs | None, settings: DPOConfig
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The loss of each pair, and the rewards ``beta (log p - log r)`` of both answers, each [pairs].
 
-    Log-probabilities are sums over tokens, means for ``ipo``. ``DPOConfig`` has the formulas.
+    Log-probabilities are sums over tokens, or means for the losses in ``USE_MEANS``. ``DPOConfig`` has the formulas.
+    Without a reference, ``log r`` is 0.
     """
+    if reference is None:
+        chosen, rejected = policy
+        losses = _reference_free_losses(chosen, rejected, settings)
+        return losses, settings.beta * chosen.detach(), settings.beta * rejected.detach()
     chosen, rejected = (
         policy_sum - reference_sum
         for policy_sum, reference_sum in zip(policy, reference, strict=True)
@@ -67,21 +75,42 @@ def pair_losses(
     return losses, settings.beta * chosen.detach(), settings.beta * rejected.detach()
 
 
+def _reference_free_losses(chosen: Tensor, rejected: Tensor, settings: DPOConfig) -> Tensor:
+    beta = settings.beta
+    margin = chosen - rejected
+    if settings.loss_type == "orpo":
+        log_odds = margin - log_one_minus_exp(chosen) + log_one_minus_exp(rejected)
+        return -beta * F.logsigmoid(log_odds)
+    if settings.loss_type == "simpo":
+        margin = margin - settings.simpo_gamma / beta
+    return smoothed_losses(beta * margin, settings.label_smoothing)
+
+
+def smoothed_losses(logits: Tensor, smoothing: float) -> Tensor:
+    """The cross-entropy of choosing the chosen answer, if answers are swapped with the probability ``smoothing``."""
+    return -F.logsigmoid(logits) * (1 - smoothing) - F.logsigmoid(-logits) * smoothing
+
+
+def log_one_minus_exp(values: Tensor) -> Tensor:
+    """``log(1 - exp(values))`` of negative values, exact near 0 and far from it."""
+    is_near_zero = values > -math.log(2)
+    # the branch that is not used must not have an infinite gradient
+    near = torch.where(is_near_zero, values, -1.0).expm1().neg().log()
+    far = torch.where(is_near_zero, -1.0, values).exp().neg().log1p()
+    return torch.where(is_near_zero, near, far)
+
+
 def _losses(margin: Tensor, settings: DPOConfig) -> Tensor:
     beta = settings.beta
-    smoothing = settings.label_smoothing
     match settings.loss_type:
         case "sigmoid":
-            return (
-                -F.logsigmoid(beta * margin) * (1 - smoothing)
-                - F.logsigmoid(-beta * margin) * smoothing
-            )
+            return smoothed_losses(beta * margin, settings.label_smoothing)
         case "ipo":
             return (margin - 1 / (2 * beta)).square()
         case "hinge":
             return torch.relu(1 - beta * margin)
-        case "kto":
-            raise AssertionError("kto has no pairs: call kto_losses")
+        case _:
+            raise AssertionError(f"{settings.loss_type} is no loss of pairs with a reference")
 
 
 def kto_losses(ratios: Tensor, desirable: Tensor, kl: Tensor, settings: DPOConfig) -> Tensor:
@@ -111,6 +140,9 @@ class PreferenceStep:
         """
         assert run.config.dpo is not None, "dpo is not set"
         batch = next_batch(data_iterator)
+        if not run.config.dpo.needs_reference:
+            output = model(**model_inputs(batch, model), labels=batch["labels"])
+            return output, PreferenceLoss(run.config.dpo, batch, None)
         pair = student_teacher.pair_of(model)
         assert pair is not None, "no reference is attached to the model: call training.dpo.dpo"
         policy_output, reference_output = pair.run(
@@ -134,12 +166,18 @@ class PreferenceLoss:
     batch: dict[
         str, Any
     ]  # rows of ``PairRows``: an answer that is chosen, the one that is rejected, and so on
-    reference: Tensor  # the reference's loss of each token
+    reference: Tensor | None  # the reference's loss of each token; None without a reference
 
     def __call__(self, token_losses: Tensor) -> tuple[Tensor, Tensor, LossReport]:
         """The sum over pairs, the number of pairs, and the report."""
-        policy, reference = (self._log_probs(losses) for losses in (token_losses, self.reference))
+        policy = self._log_probs(token_losses)
+        reference = None if self.reference is None else self._log_probs(self.reference)
         losses, chosen, rejected = pair_losses(policy, reference, self.settings)
+        if self.settings.likelihood_weight:
+            mask = self.batch["loss_mask"].view(-1) > 0
+            losses = losses + self.settings.likelihood_weight * self._nll(token_losses, mask)
+        if self.settings.loss_type == "orpo":
+            losses = losses + self._nll(token_losses, ~self.batch["padding_mask"].view(-1))
         report = {
             DPO_LOSS: losses,
             "chosen reward": chosen,
@@ -149,11 +187,18 @@ class PreferenceLoss:
         }
         return sum_of_pairs(losses, report)
 
+    def _nll(self, token_losses: Tensor, mask: Tensor) -> Tensor:
+        """The negative log-likelihood of chosen texts [pairs]; its mean is that of the tokens of the microbatch."""
+        masked = token_losses.view(-1).float() * mask
+        sums = sum_by_answer(self.batch, masked)[0::2]
+        counts = sum_by_answer(self.batch, mask.float())[0::2]
+        return sums * len(sums) / counts.sum()
+
     def _log_probs(self, token_losses: Tensor) -> LogProbs:
-        """Sums over the trained tokens of each answer; for ``ipo`` means."""
+        """Sums over the trained tokens of each answer, or means."""
         mask = self.batch["loss_mask"].view(-1).float()
         sums = sum_by_answer(self.batch, -token_losses.view(-1).float() * mask)
-        if self.settings.loss_type == "ipo":
+        if self.settings.loss_type in USE_MEANS:
             sums = sums / sum_by_answer(self.batch, mask)
         return sums[0::2], sums[1::2]
 
@@ -162,6 +207,7 @@ class KTOLoss(PreferenceLoss):
     """The loss of the answers of one microbatch, whose rows are those of ``LabeledRows``."""
 
     def __call__(self, token_losses: Tensor) -> tuple[Tensor, Tensor, LossReport]:
+        assert self.reference is not None, "kto has a reference"
         policy, reference = (self._log_probs(losses) for losses in (token_losses, self.reference))
         ratios, mismatched = (
             policy_sum - reference_sum
@@ -260,8 +306,10 @@ class AdaptersOff(student_teacher.ChunkPair):
 
 
 def reference_of(config: ConfigContainer) -> str | None:
-    """The weights of the reference; None where the trained model is its own reference."""
+    """The weights of the reference; None where the trained model is its own reference, or where none is needed."""
     assert config.dpo is not None, "dpo is not set"
+    if not config.dpo.needs_reference:
+        return None
     if config.dpo.reference is None and config.peft is not None:
         return None
     return config.dpo.reference or config.checkpoint.pretrained_checkpoint
@@ -309,14 +357,13 @@ def dpo(config: AnyConfig, callbacks: Callbacks | None = None) -> Run:
     resolved = resolve_run(config)
     name = reference_of(resolved.config)
     own_callbacks = list[Callback]()
-    if name is None:
-        attach = partial(attach_base, resolved.config)
-    else:
-        attach = partial(
-            attach_model, reference_provider(resolved.config, name, distributed.world_size())
-        )
+    model = resolved.config.model
+    if name is not None:
+        provider = reference_provider(resolved.config, name, distributed.world_size())
+        model.register_pre_wrap_hook(partial(attach_model, provider))
         own_callbacks.append(SameTeacher(name, identity(name), key="dpo.reference"))
-    resolved.config.model.register_pre_wrap_hook(attach)
+    elif given.dpo.needs_reference:
+        model.register_pre_wrap_hook(partial(attach_base, resolved.config))
     return pretrain(
         resolved,
         forward_step,

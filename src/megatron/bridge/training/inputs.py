@@ -25,6 +25,7 @@ from megatron.bridge.training.callbacks.observe.sample_generation import Generat
 from megatron.bridge.training.checkpointing import model_check
 from megatron.bridge.training.config import ConfigContainer, Resolved
 from megatron.bridge.training.config.resolve.data import tuning_parts
+from megatron.bridge.training.reinforcement.rewards import load_rewards
 from megatron.bridge.training.setup import add_tokenizer, count_rows
 from megatron.bridge.utils.errors import UserError
 
@@ -73,6 +74,7 @@ def input_problems(resolved: Resolved[ConfigContainer]) -> list[str]:
         _check_prompts,
         _check_weights,
         _check_second_model,
+        _check_rewards,
     )
     for check in checks:
         try:
@@ -166,9 +168,11 @@ def _check_second_model(resolved: Resolved[ConfigContainer]) -> None:
     """Check the folder of the teacher or of the reference as the run does that loads it."""
     distill = resolved.config.distill
     dpo = resolved.config.dpo
+    grpo = resolved.config.grpo
     names = {
         "distill.teacher": None if distill is None else distill.teacher,
         "dpo.reference": None if dpo is None else dpo.reference,
+        "grpo.reference": None if grpo is None else grpo.reference,
     }
     for key, name in names.items():
         if name is None or is_hub_id(name):
@@ -181,6 +185,12 @@ def _check_second_model(resolved: Resolved[ConfigContainer]) -> None:
                 verification.verify(folder, "fast")
         except UserError as error:
             raise UserError(f"{key}={name}: {error}") from error
+
+
+def _check_rewards(resolved: Resolved[ConfigContainer]) -> None:
+    """Import the reward functions, as the run does."""
+    if resolved.config.grpo is not None:
+        load_rewards(resolved.config.grpo)
 
 
 def _compare_sizes(model: Any, weights: Path) -> None:

@@ -182,6 +182,11 @@ def check_forward_step(step: Callable[..., Any], config: ConfigContainer) -> Non
             "dpo is set, but pretrain and finetune train without a reference: use `--mode dpo` or "
             "megatron.bridge.training.dpo.dpo, or unset dpo"
         )
+    if config.grpo is not None and not getattr(step, "learns_from_rewards", False):
+        raise UserError(
+            "grpo is set, but pretrain and finetune train without rewards: use `--mode grpo` or "
+            "megatron.bridge.training.grpo.grpo, or unset grpo"
+        )
     if config.model.head is None and getattr(step, "has_losses_of_heads", False):
         raise UserError(
             "training.head_step is for models with a head, and model.head is not set: set it, or use gpt_step"

@@ -33,9 +33,13 @@ def rehearse(job: TrainJob, steps: int, step_func: str | None, asked: int | None
     ``asked`` is the number of processes of the real job, if it was given.
     """
     forward_step(step_func, job.config)
-    if getattr(job.config, "distill", None) is not None:
+    if job.config.distill is not None:
         raise UserError(
             f"--rehearse does not support --mode {job.mode}: rehearse the same recipe without it"
+        )
+    if job.config.grpo is not None:
+        raise UserError(
+            "--rehearse does not support --mode grpo: rehearse a recipe of fine-tuning with the same parallel sizes"
         )
     world_size = asked or job.world_size or 1
     small = _toy_of(job, world_size, steps)

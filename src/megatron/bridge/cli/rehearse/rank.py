@@ -112,7 +112,7 @@ def rehearse_rank(job: TrainJob, rank: int, asked: int | None, file: Path | None
 def resolved_config(job: TrainJob, world_size: int) -> ConfigContainer:
     """The config that the rank runs, without its data, weights and adapters."""
     config = job.resolve(world_size).config
-    for name in ("peft", "distill", "dpo"):
+    for name in ("peft", "distill", "dpo", "grpo"):
         if getattr(config, name) is not None:
             raise UserError(
                 f"--rehearse-rank does not support {name} of {job.source}: rehearse a pretrain recipe"

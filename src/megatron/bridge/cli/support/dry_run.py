@@ -255,4 +255,10 @@ def _caveats(config: "ConfigContainer", teacher: "ModelProvider | None") -> Iter
         )
     if teacher is not None:
         yield "the predicted time leaves out the teacher's forward pass"
+    if config.grpo is not None:
+        yield (
+            "generation is not in time and memory: while it runs, its caches take up to "
+            f"{config.grpo.kv_memory / 1e9:.1f} GB on each rank (grpo.kv_memory), and there are no activations of "
+            "training"
+        )
     yield from config.model.prediction_notes()

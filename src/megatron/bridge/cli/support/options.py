@@ -19,7 +19,7 @@ from megatron.bridge.cli.support.parser import (
 from megatron.bridge.inference.speculation import METHODS
 
 DTYPES = ("float32", "bfloat16", "float16")
-TRAIN_MODES = ("pretrain", "sft", "lora", "dora", "distill", "cache-teacher", "dpo")
+TRAIN_MODES = ("pretrain", "sft", "lora", "dora", "distill", "cache-teacher", "dpo", "grpo")
 
 
 def add_recipe_options(

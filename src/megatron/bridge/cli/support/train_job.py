@@ -13,7 +13,12 @@ from megatron.bridge.cli.support.model_sizes import follow_sizes
 from megatron.bridge.models.hf_pretrained import hub
 from megatron.bridge.recipes import builders
 from megatron.bridge.recipes.catalog import find
-from megatron.bridge.recipes.options import DPO_ADAPTER_DEFAULTS, DPO_DEFAULTS
+from megatron.bridge.recipes.options import (
+    DPO_ADAPTER_DEFAULTS,
+    DPO_DEFAULTS,
+    GRPO_ADAPTER_DEFAULTS,
+    GRPO_DEFAULTS,
+)
 from megatron.bridge.recipes.recipe import Recipe
 from megatron.bridge.recipes.sizes import CheckpointSize
 from megatron.bridge.training.config.early import check_early
@@ -38,7 +43,7 @@ if TYPE_CHECKING:
 
 ADAPTERS = ("lora", "dora")
 DISTILL_MODES = ("distill", "cache-teacher")
-OWN_STEP = (*DISTILL_MODES, "dpo")  # modes with a forward step of their own
+OWN_STEP = (*DISTILL_MODES, "dpo", "grpo")  # modes with a forward step of their own
 
 _OVERRIDE = re.compile(r"[A-Za-z_]\w*(\.\w+|\[\w+\])*=")
 
@@ -88,9 +93,11 @@ def prepare(args: argparse.Namespace) -> TrainJob:
     if args.packed_sequence:
         job.changes += _pack(job)
     job.origins.record(job.config, job.changes)
+    _check_reward_funcs(job, args)
     _check_length(job)
-    of_config = "distill" if job.config.distill else "dpo" if job.config.dpo else job.mode
-    job.mode = args.mode or of_config
+    objectives = ("distill", "dpo", "grpo")
+    of_config = [name for name in objectives if getattr(job.config, name) is not None]
+    job.mode = args.mode or next(iter(of_config), job.mode)
     _check_mode(job, args)
     return job
 
@@ -117,6 +124,19 @@ def _configured(args: argparse.Namespace) -> TrainJob:
         _check_adapters(job, overrides)
     job.changes += apply_layers(job.config, [*layers, Layer("command line", overrides=overrides)])
     return job
+
+
+def _check_reward_funcs(job: TrainJob, args: argparse.Namespace) -> None:
+    """Ask before code is run that a file names; names on the command line are the user's own."""
+    settings = job.config.grpo
+    origin = job.origins.get("grpo.reward_funcs")
+    if settings is None or not settings.reward_funcs or args.trust_config:
+        return
+    if (origin or "").startswith("file"):
+        raise UserError(
+            f"grpo.reward_funcs={settings.reward_funcs} of {args.config} runs code: if you trust the file, give "
+            "--trust-config, or name the functions on the command line"
+        )
 
 
 def _check_adapters(job: TrainJob, overrides: Sequence[str]) -> None:
@@ -213,9 +233,9 @@ def _check_mode(job: TrainJob, args: argparse.Namespace) -> None:
             f"--step-func {args.step_func} cannot be used with --mode {job.mode}, which has its own forward step: "
             "leave one out"
         )
-    if job.mode == "dpo" and job.config.dpo is None:
+    if job.mode in ("dpo", "grpo") and getattr(job.config, job.mode) is None:
         raise UserError(
-            f"--mode dpo, but {job.source} has no dpo: use a recipe for fine-tuning, or leave --mode out"
+            f"--mode {job.mode}, but {job.source} has no {job.mode}: use a recipe for fine-tuning, or leave --mode out"
         )
     peft = type(job.config.peft).__name__
     if job.mode in ADAPTERS and not peft.lower().endswith(job.mode):  # CanonicalLoRA is a LoRA
@@ -277,25 +297,29 @@ def _from_recipe(recipe: Recipe, args: argparse.Namespace) -> TrainJob:
     options = _data_option(recipe, args.data) | _adapter_option(recipe, args)
     if args.hf_model is not None:
         options["hf_model"] = args.hf_model
-    becomes_dpo = args.mode == "dpo" and recipe.stage == "sft"
-    if becomes_dpo:
-        options = _dpo_options(options.get("peft") is not None) | options
+    becomes = args.mode if recipe.stage == "sft" else None
+    if becomes in ("dpo", "grpo"):
+        options = _objective_options(becomes, options.get("peft") is not None) | options
     config = recipe(**options)
-    if becomes_dpo:
+    if becomes == "dpo":
         root = options.get("dataset_root") or "preferences"
         builders.train_on_preferences(config, str(root), config.rng.seed)
+    if becomes == "grpo":
+        root = options.get("dataset_root") or "prompts"
+        builders.train_on_rewards(config, str(root), config.rng.seed)
     origins = Origins.of(config)
     if options:
         origins.record_given(config, leaf_values(recipe()), "command line")
     return TrainJob(config, origins, recipe.name, recipe.mode, recipe.gpus, recipe)
 
 
-def _dpo_options(has_adapters: bool) -> dict[str, Any]:
-    """Return the learning rate and warmup of preference tuning for a recipe of fine-tuning."""
-    values = {**DPO_DEFAULTS}
+def _objective_options(mode: str, has_adapters: bool) -> dict[str, Any]:
+    """Return learning rate, warmup and evaluation of ``--mode dpo`` or ``grpo`` for a recipe of fine-tuning."""
+    values = {**(DPO_DEFAULTS if mode == "dpo" else GRPO_DEFAULTS)}
     if has_adapters:
-        values.update(DPO_ADAPTER_DEFAULTS)
-    return {name: values[name] for name in ("lr", "warmup_fraction")}
+        values.update(DPO_ADAPTER_DEFAULTS if mode == "dpo" else GRPO_ADAPTER_DEFAULTS)
+    names = ("lr", "warmup_fraction", "eval_iters")
+    return {name: values[name] for name in names if name in values}
 
 
 def _from_model(args: argparse.Namespace) -> TrainJob:
@@ -312,7 +336,7 @@ def _adapter_option(recipe: Recipe, args: argparse.Namespace) -> dict[str, Any]:
     scheme = args.peft_scheme or mode
     if scheme is None:
         return {}
-    if args.mode is not None and args.mode not in (scheme, "sft", "dpo"):
+    if args.mode is not None and args.mode not in (scheme, "sft", "dpo", "grpo"):
         raise UserError(
             f"--mode {args.mode} and --peft-scheme {scheme} contradict each other: leave one out"
         )

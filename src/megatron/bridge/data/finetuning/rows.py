@@ -192,14 +192,18 @@ class EpochRows(Dataset[Row]):
     def __getitem__(self, index: int) -> Row:
         if not 0 <= index < self.size:
             raise IndexError(index)
-        return self.rows[self._row(*divmod(index, len(self.rows)))]
+        return self.rows[self.row_at(index)]
+
+    def row_at(self, index: int) -> int:
+        """The index of a row in ``rows``; ``index`` may be beyond the number of rows to present."""
+        return self._row(*divmod(index, len(self.rows)))
 
     @property
     def has_images(self) -> bool:
         return getattr(self.rows, "has_images", False)
 
     def image_tokens(self, index: int) -> int:
-        return self.rows.image_tokens(self._row(*divmod(index, len(self.rows))))
+        return self.rows.image_tokens(self.row_at(index))
 
     def _row(self, epoch: int, index: int) -> int:
         if self.seed is None:

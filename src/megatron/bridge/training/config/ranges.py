@@ -16,6 +16,7 @@ from megatron.bridge.training.config.blocks.checkpoint import CheckpointConfig
 from megatron.bridge.training.config.blocks.core_ranges import DDP_RANGES, OPTIMIZER_RANGES
 from megatron.bridge.training.config.blocks.logger import LoggerConfig
 from megatron.bridge.training.config.blocks.objectives import DistillConfig, DPOConfig
+from megatron.bridge.training.config.blocks.reinforcement import GRPOConfig
 from megatron.bridge.training.config.blocks.resiliency import StragglerDetectionConfig
 from megatron.bridge.training.config.blocks.train import (
     RNGConfig,
@@ -35,6 +36,7 @@ _LIGHT_CLASSES: list[tuple[str, type[Any]]] = [
     ("straggler", StragglerDetectionConfig),
     ("distill", DistillConfig),
     ("dpo", DPOConfig),
+    ("grpo", GRPOConfig),
     ("dataset", DatasetConfig),
     ("dataset", GPTDatasetConfig),
     ("dataset", SFTDatasetConfig),

@@ -17,6 +17,7 @@ from megatron.bridge.training.config.blocks.logger import LoggerConfig, Profilin
 from megatron.bridge.training.config.blocks.mixed_precision import MixedPrecisionConfig
 from megatron.bridge.training.config.blocks.objectives import DistillConfig, DPOConfig
 from megatron.bridge.training.config.blocks.optimizer import OptimizerConfig
+from megatron.bridge.training.config.blocks.reinforcement import GRPOConfig
 from megatron.bridge.training.config.blocks.resiliency import (
     FaultToleranceConfig,
     InProcessRestartConfig,
@@ -63,6 +64,7 @@ class RunConfig:
     peft: PEFT | None = None
     distill: DistillConfig | None = None
     dpo: DPOConfig | None = None
+    grpo: GRPOConfig | None = None
     comm_overlap: CommOverlapConfig | None = None
     rerun_state_machine: RerunStateMachineConfig | None = None
     inprocess_restart: InProcessRestartConfig | None = None

@@ -108,6 +108,8 @@ def _count_in_loss(run: Run, batch: Batch) -> int:
     model: Any = run.config.model
     head = getattr(model, "head", None)
     of_pairs = head == "embedding" or (head is not None and model.num_labels == 1)
+    if run.config.grpo is not None:
+        return len(batch["cu_seqlens"]) - 1
     if run.config.dpo is not None or of_pairs:
         return (len(batch["cu_seqlens"]) - 1) // 2
     return int(batch["loss_mask"].sum())

@@ -47,8 +47,25 @@ def trained_token_arguments(model: MegatronModule, batch: dict[str, Any]) -> dic
     The batch is the whole microbatch on the host; its ``loss_mask`` is 0 where a token is not trained.
 
     Returns:
-        An empty dict if the model computes the logits of all tokens: more than ``WORTHWHILE`` of them are trained,
-        the chunk is not the last stage or not a ``GPTModel``, logits need a fixed shape, or the batch is on a GPU.
+        An empty dict if the model computes the logits of all tokens; see ``trained_places``.
+    """
+    places = trained_places(model, batch)
+    if places is None:
+        return {}
+    return {"output_processor": _losses, "output_processor_context": places}
+
+
+def trained_logit_arguments(places: Tensor) -> dict[str, Any]:
+    """Keyword arguments that make a ``GPTModel`` return the logits [tokens, vocabulary shard] at ``places``."""
+    return {"output_processor": _logits, "output_processor_context": places}
+
+
+def trained_places(model: MegatronModule, batch: dict[str, Any]) -> Tensor | None:
+    """The indices of trained tokens into the flattened [sequence, batch] of this rank, on its device.
+
+    Returns:
+        None if the model computes the logits of all tokens: more than ``WORTHWHILE`` of them are trained, the chunk
+        is not the last stage or not a ``GPTModel``, logits need a fixed shape, or the batch is on a GPU.
     """
     bare: Any = unwrap(model)
     if (
@@ -56,28 +73,25 @@ def trained_token_arguments(model: MegatronModule, batch: dict[str, Any]) -> dic
         or not bare.post_process
         or not _accepts_output_processor(type(bare))
     ):
-        return {}
+        return None
     config = bare.config
     if config.cuda_graph_impl != "none" or config.defer_embedding_wgrad_compute:
-        return {}
+        return None
     if config.sequence_parallel and type(bare.output_layer) is not ColumnParallelLinear:
-        return {}
+        return None
     if batch["loss_mask"].device.type != "cpu":  # reading it would synchronize with the GPU
-        return {}
+        return None
     mask = cut_on_host(batch["loss_mask"], batch)
     places = mask.t().flatten().nonzero().flatten()
     if len(places) > WORTHWHILE * mask.numel():
-        return {}
+        return None
     if not len(
         places
     ):  # any two: the mask drops their losses. torch.compile would compile again for one
         places = torch.arange(min(2, mask.numel()), device=mask.device)
     device = next(bare.parameters()).device
     places = places.pin_memory() if device.type == "cuda" else places
-    return {
-        "output_processor": _losses,
-        "output_processor_context": places.to(device, non_blocking=True),
-    }
+    return places.to(device, non_blocking=True)
 
 
 @cache
@@ -101,13 +115,33 @@ def _losses(
     **_: Any,
 ) -> Tensor:
     """Losses [batch, sequence], zero except at the indices ``context`` into the flattened [sequence, batch]."""
+    logits = _logits(
+        hidden_states=hidden_states,
+        output_layer=output_layer,
+        output_weight=output_weight,
+        context=context,
+        scale_logits=scale_logits,
+    )
+    targets = labels.t().flatten().index_select(0, context)
+    losses = compute_language_model_loss(targets.unsqueeze(0), logits.unsqueeze(1)).flatten()
+    placed = losses.new_zeros(labels.numel()).index_copy(0, context, losses)
+    return placed.view(labels.shape[::-1]).t().contiguous()
+
+
+def _logits(
+    *,
+    hidden_states: Tensor,
+    output_layer: Any,
+    output_weight: Tensor | None,
+    context: Tensor,
+    scale_logits: Callable[[Tensor], Tensor],
+    **_: Any,
+) -> Tensor:
+    """Logits [tokens, vocabulary shard] at the indices ``context`` into the flattened [sequence, batch]."""
     with _gathered(hidden_states, output_layer) as all_states:
         chosen = all_states.flatten(0, 1).index_select(0, context).unsqueeze(1)
         logits, _ = output_layer(chosen, weight=output_weight)
-    targets = labels.t().flatten().index_select(0, context)
-    losses = compute_language_model_loss(targets.unsqueeze(0), scale_logits(logits)).flatten()
-    placed = losses.new_zeros(labels.numel()).index_copy(0, context, losses)
-    return placed.view(labels.shape[::-1]).t().contiguous()
+    return scale_logits(logits).squeeze(1)
 
 
 @contextmanager

@@ -42,7 +42,9 @@ class DistillConfig:
     """
 
 
-PreferenceLossType = Literal["sigmoid", "ipo", "hinge", "kto"]
+PreferenceLossType = Literal["sigmoid", "ipo", "hinge", "kto", "cpo", "simpo", "orpo"]
+REFERENCE_FREE = ("cpo", "simpo", "orpo")
+"""Losses of pairs that need no reference."""
 
 
 @dataclass(kw_only=True)
@@ -61,15 +63,29 @@ class DPOConfig:
     ``undesirable_weight * (1 - sigmoid(beta (z0 - h)))``. ``z0``, an estimate of KL without gradient, is the mean
     of ``h`` over prompts with answers to other prompts, in one microbatch of all data-parallel ranks; at least 0.
 
-    Losses are averaged over pairs, or over answers.
+    Three losses need no reference. With ``d = log p(chosen) - log p(rejected)``, the loss of a pair is
+
+    * ``cpo``: ``-log sigmoid(beta d)`` (https://arxiv.org/abs/2401.08417),
+    * ``simpo``: ``-log sigmoid(beta d - simpo_gamma)``, with means over tokens (https://arxiv.org/abs/2405.14734),
+    * ``orpo``: ``-beta log sigmoid(d - log(1 - p(chosen)) + log(1 - p(rejected)))``, with geometric means over tokens
+      as probabilities, plus the negative log-likelihood of the chosen answer with its prompt
+      (https://arxiv.org/abs/2403.07691).
+
+    Losses are averaged over pairs, or over answers; likelihoods of chosen texts over the tokens of a microbatch.
     """
 
     loss_type: PreferenceLossType = "sigmoid"
     """The loss of a pair, or ``kto``."""
+    rpo_alpha: Annotated[float | None, AT_LEAST_ZERO] = None
+    """Weight of the negative log-likelihood of chosen answers, which is added to the loss of pairs
+    (https://arxiv.org/abs/2404.19733). None is 1 for ``cpo``, else 0."""
+    simpo_gamma: Annotated[float, AT_LEAST_ZERO] = 0.5
+    """Margin by which chosen answers should be more likely (``simpo`` only)."""
     beta: Annotated[float, ABOVE_ZERO] = 0.1
     """Strength of the pull toward the reference: the smaller, the further the model may move away."""
     label_smoothing: Annotated[float, Range(least=0, below=0.5)] = 0.0
-    """Assumed probability that the two answers of a pair were swapped, below 0.5 (``sigmoid`` only)."""
+    """Assumed probability that the two answers of a pair were swapped, below 0.5 (``sigmoid``, ``cpo`` and
+    ``simpo`` only)."""
     desirable_weight: Annotated[float, ABOVE_ZERO] = 1.0
     """Weight of the losses of desirable answers (``kto`` only)."""
     undesirable_weight: Annotated[float, ABOVE_ZERO] = 1.0
@@ -80,3 +96,14 @@ class DPOConfig:
     ``checkpoint.pretrained_checkpoint``."""
     trust_remote_code: bool = False
     """Run the reference's own Python code to read its config."""
+
+    @property
+    def needs_reference(self) -> bool:
+        """Whether the loss compares the model with a reference."""
+        return self.loss_type not in REFERENCE_FREE
+
+    @property
+    def likelihood_weight(self) -> float:
+        """``rpo_alpha``, or its default."""
+        default = 1.0 if self.loss_type == "cpo" else 0.0
+        return default if self.rpo_alpha is None else self.rpo_alpha

@@ -94,7 +94,7 @@ _FOLDERS = ("save", "load", "pretrained_checkpoint")
 # read where they are used
 _READ = (
     *("tokenizer.tokenizer_model", "dataset.dataset_root", "dataset.dataset_name", "dataset.blend"),
-    *("dataset.blend_per_split", "dpo.reference"),
+    *("dataset.blend_per_split", "dpo.reference", "grpo.reference"),
 )
 
 

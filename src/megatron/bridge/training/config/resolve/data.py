@@ -11,6 +11,7 @@ from megatron.bridge.data.config import (
     DatasetConfig,
     PackedSequenceSpecs,
     PreferenceDatasetConfig,
+    PromptDatasetConfig,
     RecordDatasetConfig,
     TokenClassificationDatasetConfig,
 )
@@ -38,6 +39,7 @@ def derive_data(config: RunConfig, world_size: int, findings: Findings) -> None:
         _count_classes(part, config)
         if isinstance(part, PreferenceDatasetConfig) and part.labeled is None:
             part.labeled = config.dpo is not None and config.dpo.loss_type == "kto"
+        _leave_room_for_completions(part, config)
     findings.notes += [
         *_count_tokens(config, parts),
         *_vary_lengths(config),
@@ -96,6 +98,16 @@ def _count_classes(part: RecordDatasetConfig, config: RunConfig) -> None:
         part.num_labels = config.model.num_labels
     if config.model.head is not None and config.model.label_names is None:
         config.model.label_names = part.label_names
+
+
+def _leave_room_for_completions(part: RecordDatasetConfig, config: RunConfig) -> None:
+    grpo = config.grpo
+    if not isinstance(part, PromptDatasetConfig) or grpo is None:
+        return
+    if part.max_prompt_length is None:
+        part.max_prompt_length = max(1, part.seq_length - grpo.max_completion_length)
+    if part.completions_per_epoch is None:
+        part.completions_per_epoch = grpo.num_generations * grpo.num_iterations
 
 
 def _count_tokens(config: RunConfig, parts: Sequence[RecordDatasetConfig]) -> list[str]:

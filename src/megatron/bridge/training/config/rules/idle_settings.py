@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from megatron.bridge.models.features import registry as layer_features
+from megatron.bridge.training.config.blocks.reinforcement import CLIPPED_LOSSES
 from megatron.bridge.training.config.rules.conditions import (
     AnyOf,
     Condition,
@@ -126,9 +127,46 @@ FEATURES = [
         Equals("checkpoint.non_persistent_ckpt_type", "local"),
         settings=["checkpoint.non_persistent_local_ckpt_dir"],
     ),
-    Feature(Equals("dpo.loss_type", "sigmoid"), settings=["dpo.label_smoothing"]),
+    Feature(
+        AnyOf(*(Equals("dpo.loss_type", name) for name in ("sigmoid", "cpo", "simpo"))),
+        settings=["dpo.label_smoothing"],
+    ),
+    Feature(Equals("dpo.loss_type", "simpo"), settings=["dpo.simpo_gamma"]),
+    Feature(
+        AnyOf(*(Equals("dpo.loss_type", name) for name in ("sigmoid", "ipo", "hinge", "kto"))),
+        settings=["dpo.reference", "dpo.trust_remote_code"],
+    ),
     Feature(
         Equals("dpo.loss_type", "kto"), settings=["dpo.desirable_weight", "dpo.undesirable_weight"]
+    ),
+    Feature(
+        On("grpo.beta"),
+        settings=[
+            "grpo.kl_estimator",
+            "grpo.use_bias_correction_kl",
+            "grpo.reference",
+            "grpo.trust_remote_code",
+        ],
+    ),
+    Feature(
+        AnyOf(*(Equals("grpo.loss_type", loss_type) for loss_type in CLIPPED_LOSSES)),
+        settings=["grpo.epsilon", "grpo.delta"],
+    ),
+    Feature(
+        AnyOf(*(Equals("grpo.loss_type", loss_type) for loss_type in (*CLIPPED_LOSSES, "cispo"))),
+        settings=["grpo.epsilon_high"],
+    ),
+    Feature(Equals("grpo.loss_type", "sapo"), prefixes=["grpo.sapo_temperature_"]),
+    Feature(Equals("grpo.loss_type", "vespo"), prefixes=["grpo.vespo_"]),
+    Feature(Equals("grpo.advantage_estimator", "group"), settings=["grpo.scale_rewards"]),
+    Feature(On("grpo.dynamic_sampling"), settings=["grpo.dynamic_sampling_rounds"]),
+    Feature(
+        On("grpo.importance_sampling_correction"),
+        settings=[
+            "grpo.importance_sampling_mode",
+            "grpo.importance_sampling_clip_max",
+            "grpo.importance_sampling_clip_min",
+        ],
     ),
     Feature(
         On("rerun_state_machine.check_for_spiky_loss"),

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rules on what a model learns: distillation, preference tuning, heads, and adapters."""
+"""Rules on what a model learns: distillation, preference tuning, reinforcement learning, heads, and adapters."""
 
 from collections.abc import Iterator
 
@@ -7,11 +7,12 @@ from megatron.bridge.data.config import (
     ClassificationDatasetConfig,
     EmbeddingDatasetConfig,
     PreferenceDatasetConfig,
+    PromptDatasetConfig,
     RecordDatasetConfig,
     RewardDatasetConfig,
     TokenClassificationDatasetConfig,
 )
-from megatron.bridge.training.config.resolve.data import tuning_parts
+from megatron.bridge.training.config.resolve.data import has_tower, tuning_parts
 from megatron.bridge.training.config.run_config import RunConfig
 
 OF_HEADS = (
@@ -93,11 +94,17 @@ def preference_data_goes_with_dpo(config: RunConfig, world_size: int) -> Iterato
 
 def labeled_answers_go_with_kto(config: RunConfig, world_size: int) -> Iterator[str]:
     """KTO learns from single answers, and estimates KL from several of them."""
-    kto = config.dpo is not None and config.dpo.loss_type == "kto"
+    dpo = config.dpo
+    kto = dpo is not None and dpo.loss_type == "kto"
     labeled = getattr(config.dataset, "labeled", None)
     if labeled is not None and labeled != kto:
-        loss_types = "kto" if labeled else "sigmoid, ipo or hinge"
+        loss_types = "kto" if labeled else "sigmoid, ipo, hinge, cpo, simpo or orpo"
         yield f"dataset.labeled={labeled} goes with dpo.loss_type {loss_types}: leave dataset.labeled unset"
+    if dpo is not None and kto and dpo.rpo_alpha is not None:
+        yield (
+            f"dpo.rpo_alpha={dpo.rpo_alpha} adds the likelihood of chosen answers, and dpo.loss_type=kto has no "
+            "pairs: unset it"
+        )
     micro = config.train.micro_batch_size
     replicas = config.data_parallel_size(world_size)
     if kto and micro * replicas < 2:
@@ -107,14 +114,54 @@ def labeled_answers_go_with_kto(config: RunConfig, world_size: int) -> Iterator[
         )
 
 
+def prompts_go_with_grpo(config: RunConfig, world_size: int) -> Iterator[str]:
+    """Prompts without answers are for reinforcement learning, and it needs them."""
+    has_prompts = isinstance(config.dataset, PromptDatasetConfig)
+    if config.grpo is not None and not has_prompts:
+        yield (
+            f"grpo learns from prompts, but dataset is a {type(config.dataset).__name__}: use a PromptDatasetConfig"
+        )
+    if has_prompts and config.grpo is None:
+        yield "dataset is a PromptDatasetConfig, but grpo is not set: set it, or use a FinetuningDatasetConfig"
+    if config.grpo is not None and has_tower(config):
+        yield "grpo generates text only, and the model has a vision tower: use a text model"
+
+
+def completions_make_whole_groups(config: RunConfig, world_size: int) -> Iterator[str]:
+    """The completions of a generation are groups of ``num_generations``, and fit into a row."""
+    grpo = config.grpo
+    if grpo is None:
+        return
+    count = config.train.global_batch_size * grpo.steps_per_generation
+    if count % grpo.num_generations:
+        steps = f" and grpo.steps_per_generation={grpo.steps_per_generation}"
+        nearest = max(1, round(count / grpo.num_generations)) * grpo.num_generations
+        yield (
+            f"train.global_batch_size={config.train.global_batch_size}"
+            f"{steps if grpo.steps_per_generation > 1 else ''}: {count} completions of a generation cannot be divided "
+            f"into groups of grpo.num_generations={grpo.num_generations}: change one of them, for example to "
+            f"{nearest} completions"
+        )
+    length = config.dataset.seq_length
+    if grpo.max_completion_length >= length:
+        yield (
+            f"grpo.max_completion_length={grpo.max_completion_length} leaves no room for prompts in "
+            f"dataset.seq_length={length}: increase dataset.seq_length and model.seq_length, or lower "
+            "max_completion_length"
+        )
+
+
 def adapters_can_be_switched_off(config: RunConfig, world_size: int) -> Iterator[str]:
     """Without a separate reference, a run with adapters is compared with its base."""
-    if (
-        config.dpo is not None
+    compares: dict[str, bool] = {
+        "dpo": config.dpo is not None
         and config.dpo.reference is None
-        and getattr(config.peft, "modules_to_save", None)
-    ):
-        yield (
-            "dpo.reference is not set, and peft.modules_to_save trains weights of the base in place: set "
-            "dpo.reference to the weights that the run starts from"
-        )
+        and config.dpo.needs_reference,
+        "grpo": config.grpo is not None and config.grpo.reference is None and config.grpo.beta > 0,
+    }
+    for block in [name for name, is_compared in compares.items() if is_compared]:
+        if getattr(config.peft, "modules_to_save", None):
+            yield (
+                f"{block}.reference is not set, and peft.modules_to_save trains weights of the base in place: set "
+                f"{block}.reference to the weights that the run starts from"
+            )

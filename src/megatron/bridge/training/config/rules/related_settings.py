@@ -76,9 +76,24 @@ EXCLUSIONS = [
         remedy="switch one off",
     ),
     Exclusive("dpo", "distill", remedy="unset one of them"),
+    Exclusive("grpo", "distill", remedy="unset one of them"),
+    Exclusive("grpo", "dpo", remedy="unset one of them"),
+    # batches are made when a step begins, from what the model writes
+    Exclusive(
+        "grpo",
+        "validation.eval_iters",
+        remedy="there is no loss of held-out prompts, set validation.eval_iters=0",
+    ),
+    Exclusive("grpo", "train.iterations_to_skip", remedy="unset the second"),
+    Exclusive("grpo", "train.rampup_batch_size", remedy="unset the second"),
+    Exclusive("grpo", "rerun_state_machine", remedy="unset the second"),
+    # generation needs the weights of a rank in whole
+    Exclusive("grpo", "dist.use_torch_fsdp2", remedy="use the distributed optimizer"),
+    Exclusive("grpo", "ddp.use_megatron_fsdp", remedy="use the distributed optimizer"),
     # such a model has no probabilities of tokens
     Exclusive("model.head", "distill", remedy="a head has no tokens to compare, unset one of them"),
     Exclusive("model.head", "dpo", remedy="a head has no tokens to compare, unset one of them"),
+    Exclusive("model.head", "grpo", remedy="a head writes no tokens, unset one of them"),
     Exclusive(
         "distill",
         "model.mtp_num_layers",
@@ -88,6 +103,11 @@ EXCLUSIONS = [
         "dpo",
         "model.mtp_num_layers",
         remedy="MTP layers predict tokens, not preferences, unset the second",
+    ),
+    Exclusive(
+        "grpo",
+        "model.mtp_num_layers",
+        remedy="MTP layers learn from data, not from rewards, unset the second",
     ),
     Exclusive(
         "model.virtual_pipeline_model_parallel_size",
@@ -127,6 +147,23 @@ REQUIREMENTS = [
         On("peft"),
         needs=[On("checkpoint.pretrained_checkpoint")],
         remedy="give the weights to put the adapters on, a Megatron checkpoint or a Hugging Face directory",
+    ),
+    Requirement(
+        Equals("grpo.loss_type", "luspo"),
+        needs=[Equals("grpo.importance_sampling_level", "sequence")],
+        remedy="set that, or another loss_type",
+    ),
+    # its default is a distance from 1, and here it is a ratio
+    Requirement(
+        Equals("grpo.loss_type", "cispo"),
+        needs=[Exceeds("grpo.epsilon_high", 0)],
+        remedy="set the largest ratio, such as 5.0",
+    ),
+    # the engine returns log-probabilities of the distribution without temperature
+    Requirement(
+        On("grpo.importance_sampling_correction"),
+        needs=[Equals("grpo.temperature", 1.0)],
+        remedy="set that, or switch the correction off",
     ),
     # the other texts of a microbatch are what a query is told apart from
     Requirement(

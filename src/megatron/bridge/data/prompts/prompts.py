@@ -1,0 +1,148 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Read prompts and convert them to tokens, together with what reward functions get to see of them."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from megatron.bridge.data.finetuning.builder import add_other_problems
+from megatron.bridge.data.finetuning.rows import EpochRows, SampleRows
+from megatron.bridge.data.records.encoding import TOO_LONG, EncodedRecords, RecordEncoder
+from megatron.bridge.data.records.end_tokens import parse_chat
+from megatron.bridge.data.records.record_config import EncodingRules
+from megatron.bridge.data.records.samples import EncodingReport, Sample, Samples
+from megatron.bridge.data.records.sources import LocatedRecord
+from megatron.bridge.data.tokenizer import HuggingFaceTokenizer, Tokenizer
+from megatron.bridge.utils.errors import UserError
+
+if TYPE_CHECKING:
+    from megatron.bridge.data.prompts.prompt_config import PromptDatasetConfig
+
+RESERVED_COLUMNS = ("prompts", "completions", "completion_ids")
+"""Names of the arguments that every reward function gets."""
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """A prompt and its record."""
+
+    location: str  # file and line of the record
+    tokens: list[int]
+    content: str | list[dict[str, Any]]  # the text, or the messages
+    columns: dict[str, Any]  # all other keys of the record
+
+    @property
+    def is_chat(self) -> bool:
+        return not isinstance(self.content, str)
+
+
+class PromptEncoder(RecordEncoder):
+    """Tokenizes prompts; those with more than ``longest`` tokens are refused or dropped."""
+
+    def __init__(self, tokenizer: Tokenizer, rules: EncodingRules, longest: int) -> None:
+        super().__init__(tokenizer, rules)
+        self._longest = longest
+
+    def __call__(self, records: Sequence[LocatedRecord]) -> EncodedRecords:
+        prompts, report = self.read_prompts(records)
+        return EncodedRecords(samples_of(prompts, self.tokenizer.eod), report)
+
+    def read_prompts(self, records: Sequence[LocatedRecord]) -> tuple[list[Prompt], EncodingReport]:
+        """Convert records, and count those that are dropped.
+
+        Raises:
+            UserError: A record has no prompt, or one that is too long while
+                ``dataset.truncation`` is ``refuse``.
+        """
+        report = EncodingReport(records=len(records))
+        prompts: list[Prompt] = []
+        for location, record in self._processed(records, report):
+            prompt = self._read_prompt(location, record)
+            if len(prompt.tokens) <= self._longest:
+                prompts.append(prompt)
+            elif self.rules.truncation == "drop":
+                report.drop(TOO_LONG, location)
+            else:
+                raise UserError(
+                    f"{location}: the prompt has {len(prompt.tokens)} tokens, more than "
+                    f"{self._longest}, which dataset.seq_length and grpo.max_completion_length leave: "
+                    "increase dataset.seq_length, lower grpo.max_completion_length, or set "
+                    "dataset.truncation=drop"
+                )
+        report.samples = len(prompts)
+        report.tokens = sum(len(prompt.tokens) for prompt in prompts)
+        return prompts, report
+
+    def _read_prompt(self, location: str, record: dict[str, Any]) -> Prompt:
+        content = record.get("prompt")
+        if not content or not isinstance(content, str | list):
+            names = ", ".join(sorted(record))
+            raise UserError(
+                f"{location}: prompt={content!r:.60} must be a text or a list of messages (keys: "
+                f"{names}); dataset.columns renames keys"
+            )
+        columns = {key: value for key, value in record.items() if key != "prompt"}
+        for name in RESERVED_COLUMNS:
+            if name in columns:
+                raise UserError(
+                    f"{location}: the key {name} is the name of an argument of every reward function: "
+                    f"rename it with dataset.columns"
+                )
+        return Prompt(location, self._tokenize(content, location), content, columns)
+
+    def _tokenize(self, content: str | list[dict[str, Any]], location: str) -> list[int]:
+        if isinstance(content, str):
+            return self.tokenizer.tokenize(content)
+        chat = parse_chat(content, location)
+        if chat.images:
+            raise UserError(
+                f"{location}: the prompt has images, which reinforcement learning does not support: "
+                "remove them"
+            )
+        text = self.template.prompt(chat, location)
+        assert isinstance(self.tokenizer, HuggingFaceTokenizer), "template has refused others"
+        return self.tokenizer.plain_tokens(text)
+
+
+def samples_of(prompts: Sequence[Prompt], end: int) -> Samples:
+    """The prompts as samples without a token in the loss, for previews; ``end`` is a last target."""
+    return Samples.of(
+        Sample(
+            np.array([*prompt.tokens, end], np.int32), np.zeros(len(prompt.tokens) + 1, np.bool_)
+        )
+        for prompt in prompts
+    )
+
+
+class PromptRows(SampleRows):
+    """One prompt in each row."""
+
+    def __init__(self, prompts: list[Prompt], padding: int) -> None:
+        super().__init__(samples_of(prompts, padding), None, padding)
+        self.prompts = prompts
+
+    def titles(self, count: int) -> list[str]:
+        return [f"prompt {index + 1}" for index in range(min(count, len(self)))]
+
+
+def build_prompts(config: "PromptDatasetConfig", tokenizer: Tokenizer, size: int) -> EpochRows:
+    """Read all prompts; ``size`` is the number of rows to present, in an order of each epoch."""
+    source = config.limited_source("train")
+    assert source is not None, "prompts have a training split"
+    try:
+        prompts, report = config.encoder(tokenizer).read_prompts(list(source.records()))
+    except UserError as error:
+        raise add_other_problems(error, config, tokenizer) from error
+    if not prompts:
+        raise UserError(
+            f"{source.name} has no prompt that can be used: {'; '.join(report.lines()) or 'it is empty'}"
+        )
+    return EpochRows(PromptRows(prompts, tokenizer.eod), size, config.seed, report, source.name)
+
+
+def prompt_at(dataset: EpochRows, position: int) -> Prompt:
+    """The prompt at a position of the run, which has as many epochs as it needs."""
+    rows: PromptRows = dataset.rows
+    return rows.prompts[dataset.row_at(position)]

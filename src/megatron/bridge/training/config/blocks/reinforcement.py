@@ -1,0 +1,154 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a model learns from rewards of its own completions."""
+
+from dataclasses import dataclass, field
+from typing import Annotated, Literal
+
+from megatron.bridge.utils.config.ranges import (
+    ABOVE_ZERO,
+    AT_LEAST_ONE,
+    AT_LEAST_ZERO,
+    FRACTION,
+    Range,
+)
+
+PolicyLossType = Literal["grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "luspo", "vespo"]
+SamplingLevel = Literal["token", "sequence"]
+RewardScale = Literal["group", "batch", "none"]
+AdvantageEstimator = Literal["group", "rloo"]
+KLEstimator = Literal["k1", "k2", "k3"]
+CorrectionMode = Literal["token_truncate", "token_mask", "sequence_truncate", "sequence_mask"]
+
+CLIPPED_LOSSES = ("grpo", "bnpo", "dr_grpo", "dapo", "luspo")
+"""Losses that clip the ratio of probabilities to the interval of ``epsilon`` and ``epsilon_high``."""
+
+
+@dataclass(kw_only=True)
+class GRPOConfig:
+    """Group relative policy optimization: the model learns from rewards of its own completions.
+
+    A step draws prompts, generates ``num_generations`` completions of each with the current
+    weights, and scores them. The advantage ``A`` of a completion compares its reward with those of
+    the other completions of its prompt. With the ratio ``r = p / p_old`` of the probabilities of a
+    token under the trained model and under the model that generated it, the loss of a token is
+
+    * ``grpo``, ``bnpo``, ``dr_grpo``, ``dapo``, ``luspo``:
+      ``-min(min(r, delta) A, clip(r, 1 - epsilon, 1 + epsilon_high) A)``,
+    * ``cispo``: ``-min(r, epsilon_high) A log p``, without a gradient of the ratio,
+    * ``sapo``: ``-4 / t sigmoid(t (r - 1)) A``,
+    * ``vespo``: ``-phi A log p``, where phi is a Gamma weight of the ratio of the whole completion,
+
+    plus ``beta`` times an estimate of the KL divergence from a reference. Losses of tokens are
+    averaged over each completion and then over completions (``grpo``, ``sapo``), over the tokens of
+    a microbatch (``bnpo``), over the tokens of the step (``dapo``, ``cispo``, ``vespo``), or they
+    are divided by ``max_completion_length`` (``dr_grpo``) or by nothing (``luspo``) for each
+    completion. Names and defaults are those of TRL 1.16 wherever TRL has them.
+    """
+
+    num_generations: Annotated[int, Range(least=2, most=128)] = 8
+    """Completions of each prompt."""
+    max_completion_length: Annotated[int, AT_LEAST_ONE] = 512
+    """Maximum number of tokens to generate."""
+    temperature: Annotated[float, ABOVE_ZERO] = 1.0
+    """Divides the logits, in generation and in the loss."""
+    top_p: Annotated[float, Range(above=0, most=1)] = 1.0
+    """Sample from the most likely tokens with this total probability."""
+    top_k: Annotated[int, AT_LEAST_ZERO] = 0
+    """Sample from the k most likely tokens; 0 from all."""
+    min_p: Annotated[float | None, FRACTION] = None
+    """Sample from tokens at least this likely, relative to the most likely one."""
+    repetition_penalty: Annotated[float, ABOVE_ZERO] = 1.0
+    """Above 1, tokens of the text so far become less likely."""
+
+    reward_funcs: list[str] = field(default_factory=list[str])
+    """Functions that score completions, each as ``package.module:function`` or
+    ``path/to/file.py:function``; in Python, ``grpo`` also takes functions. A function is called as
+    ``function(prompts=, completions=, completion_ids=, **columns)`` with lists, and returns a number
+    or None for each completion."""
+    reward_weights: list[float] | None = None
+    """Weight of each function in the reward, which is a sum. None weights all with 1."""
+    advantage_estimator: AdvantageEstimator = "group"
+    """What a reward is compared with: the mean of its ``group``, or with ``rloo`` the mean of the
+    others in the group."""
+    scale_rewards: RewardScale = "group"
+    """Divide advantages by the standard deviation of the rewards of a ``group``, of all completions
+    of a generation (``batch``), or by nothing (``none``). For ``advantage_estimator=group``."""
+    dynamic_sampling: bool = False
+    """Replace groups whose rewards are all equal, which teach nothing, by those of further
+    prompts (https://arxiv.org/abs/2503.14476)."""
+    dynamic_sampling_rounds: Annotated[int, AT_LEAST_ONE] = 4
+    """How often groups are replaced in a step; those that are left then are kept."""
+    mask_truncated_completions: bool = False
+    """Leave completions that reach ``max_completion_length`` out of the loss."""
+
+    loss_type: PolicyLossType = "dapo"
+    """The loss of a token, and how the losses of tokens are averaged; see above."""
+    importance_sampling_level: SamplingLevel = "token"
+    """Whether the ratio is that of a token, or with ``sequence`` the geometric mean over its
+    completion (GSPO, https://arxiv.org/abs/2507.18071)."""
+    epsilon: Annotated[float, AT_LEAST_ZERO] = 0.2
+    """Lower end of the interval that the ratio is clipped to, below 1."""
+    epsilon_high: Annotated[float | None, AT_LEAST_ZERO] = None
+    """Upper end, above 1. None uses ``epsilon``. For ``cispo`` it is the largest ratio itself."""
+    delta: Annotated[float | None, ABOVE_ZERO] = None
+    """Largest ratio where the advantage is negative, which clipping leaves unbounded. It should be
+    above ``1 + epsilon_high``."""
+    sapo_temperature_neg: Annotated[float, ABOVE_ZERO] = 1.05
+    """``t`` of ``sapo`` for advantages of at most 0."""
+    sapo_temperature_pos: Annotated[float, ABOVE_ZERO] = 1.0
+    """``t`` of ``sapo`` for advantages above 0."""
+    vespo_k_pos: float = 2.0
+    """Exponent of the Gamma weight of ``vespo`` for advantages of at least 0."""
+    vespo_lambda_pos: float = 3.0
+    """Decay of the Gamma weight of ``vespo`` for advantages of at least 0."""
+    vespo_k_neg: float = 3.0
+    """Exponent of the Gamma weight of ``vespo`` for advantages below 0."""
+    vespo_lambda_neg: float = 2.0
+    """Decay of the Gamma weight of ``vespo`` for advantages below 0."""
+    num_iterations: Annotated[int, AT_LEAST_ONE] = 1
+    """How often a generation is trained on."""
+    steps_per_generation: Annotated[int, AT_LEAST_ONE] = 1
+    """Optimizer steps that share a generation, each with ``train.global_batch_size`` completions."""
+
+    beta: Annotated[float, AT_LEAST_ZERO] = 0.0
+    """Weight of the KL divergence from the reference. With 0, there is no reference."""
+    kl_estimator: KLEstimator = "k3"
+    """With ``d = log r - log p``, where r is the reference: ``k1`` is -d, ``k2`` is d**2 / 2, and
+    ``k3`` is exp(d) - d - 1."""
+    use_bias_correction_kl: bool = True
+    """Multiply the KL estimate by the ratio, so that its gradient is unbiased."""
+    reference: str | None = None
+    """Hugging Face directory or hub id, or a Megatron checkpoint. None uses the model as it was at
+    the start: with adapters, the trained model without them, which takes no memory; else a second
+    copy of the weights of ``checkpoint.pretrained_checkpoint``."""
+    trust_remote_code: bool = False
+    """Run the reference's own Python code to read its config."""
+
+    importance_sampling_correction: bool = False
+    """Weight losses by the ratio of the probabilities in training and in generation, for rollouts of
+    an engine that computes other numbers. This package's engine has the weights of the run."""
+    importance_sampling_mode: CorrectionMode = "sequence_mask"
+    """Whether that ratio is of a token or of a completion, and whether ratios beyond the limits are
+    set to the limit (``truncate``) or to 0 (``mask``)."""
+    importance_sampling_clip_max: Annotated[float | None, ABOVE_ZERO] = 3.0
+    """Upper limit of that ratio; None is none."""
+    importance_sampling_clip_min: Annotated[float | None, AT_LEAST_ZERO] = None
+    """Lower limit of that ratio; None is none."""
+
+    kv_memory: Annotated[int, ABOVE_ZERO] = 4 << 30
+    """Bytes for the caches of generation on each rank. They exist only while it generates."""
+    max_requests: Annotated[int, AT_LEAST_ONE] = 128
+    """Completions that a data-parallel rank generates at the same time."""
+    log_completions: Annotated[int, AT_LEAST_ZERO] = 4
+    """Completions of each generation to write into ``logger.log_dir``."""
+
+    @property
+    def highest_ratio(self) -> float:
+        """``epsilon_high``, or ``epsilon`` where that is unset."""
+        return self.epsilon if self.epsilon_high is None else self.epsilon_high
+
+    @property
+    def needs_old_log_probs(self) -> bool:
+        """Whether a step trains on completions of earlier weights, or corrects for another engine."""
+        is_reused = self.num_iterations * self.steps_per_generation > 1
+        return is_reused or self.importance_sampling_correction

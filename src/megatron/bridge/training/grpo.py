@@ -1,0 +1,101 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Reinforcement learning: a model learns from rewards of its own completions (GRPO and its relatives)."""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+from megatron.core.transformer.module import MegatronModule
+
+from megatron.bridge.models.conversion.pretrained import provider_of
+from megatron.bridge.models.gpt_provider import GPTModelProvider
+from megatron.bridge.training.callbacks.base import Callback, CallbackManager
+from megatron.bridge.training.callbacks.observe.report import FinetuningReport
+from megatron.bridge.training.config import ConfigContainer
+from megatron.bridge.training.distill import SameTeacher
+from megatron.bridge.training.distillation.teacher import (
+    identity,
+    load_teacher,
+    set_shared_settings,
+)
+from megatron.bridge.training.finetune import check_tokenizer
+from megatron.bridge.training.pretrain import pretrain
+from megatron.bridge.training.reinforcement.callback import Rollouts
+from megatron.bridge.training.reinforcement.rewards import load_rewards
+from megatron.bridge.training.reinforcement.step import forward_step
+from megatron.bridge.training.setup import AnyConfig, Callbacks, container_of, resolve_run
+from megatron.bridge.training.state import Run
+from megatron.bridge.utils import distributed
+from megatron.bridge.utils.errors import UserError
+
+
+def grpo(
+    config: AnyConfig,
+    callbacks: Callbacks | None = None,
+    reward_funcs: Sequence[Callable[..., Any]] = (),
+) -> Run:
+    """``pretrain`` from ``checkpoint.pretrained_checkpoint`` with the loss of ``config.grpo``, or resume.
+
+    The model generates in the layout in which it is trained. A reference, if ``grpo.beta`` is above 0, has this
+    layout, too; it is not trained or saved.
+
+    Args:
+        config: The configuration. An unresolved one is resolved into a copy; the original is not modified.
+        callbacks: Further callbacks.
+        reward_funcs: Functions that score completions, in addition to those that ``grpo.reward_funcs`` names.
+
+    Raises:
+        UserError: There are no pretrained weights or reward functions, or ``pretrain`` refuses the config.
+    """
+    given = container_of(config)
+    if given.grpo is None:
+        raise UserError("grpo is not set: set it to a GRPOConfig, or use finetune")
+    if given.checkpoint.pretrained_checkpoint is None:
+        raise UserError(
+            "checkpoint.pretrained_checkpoint is not set: reinforcement learning starts from a model that can "
+            "answer, a Megatron checkpoint or a Hugging Face directory"
+        )
+    rewards = load_rewards(given.grpo, reward_funcs)
+    check_tokenizer(given)
+    resolved = resolve_run(config)
+    settings = resolved.config.grpo
+    assert settings is not None, "resolving keeps it"
+    rollouts = Rollouts(settings, rewards)
+    own_callbacks: list[Callback] = [rollouts]
+    name = reference_of(resolved.config)
+    if name is not None:
+        provider = reference_provider(resolved.config, name, distributed.world_size())
+        resolved.config.model.register_pre_wrap_hook(partial(_load_reference, provider, rollouts))
+        own_callbacks.append(SameTeacher(name, identity(name), key="grpo.reference"))
+    return pretrain(
+        resolved,
+        forward_step,
+        CallbackManager([*own_callbacks, *(callbacks or ()), FinetuningReport()]),
+    )
+
+
+def reference_of(config: ConfigContainer) -> str | None:
+    """The weights of a second model; None without a reference, or where the adapters are switched off for it."""
+    settings = config.grpo
+    assert settings is not None, "grpo is not set"
+    if settings.beta == 0 or (settings.reference is None and config.peft is not None):
+        return None
+    return settings.reference or config.checkpoint.pretrained_checkpoint
+
+
+def reference_provider(config: ConfigContainer, name: str, world_size: int) -> GPTModelProvider:
+    """The provider of the reference with the parallel sizes of ``config.model``."""
+    assert config.grpo is not None, "grpo is not set"
+    provider: Any = provider_of(name, config.grpo.trust_remote_code)
+    provider = set_shared_settings(provider, name, config, world_size, key="grpo.reference")
+    # its pipeline sends rows of the same lengths
+    provider.variable_seq_lengths = config.model.variable_seq_lengths
+    provider.moe_token_dispatcher_type = config.model.moe_token_dispatcher_type
+    return provider
+
+
+def _load_reference(
+    provider: GPTModelProvider, rollouts: Rollouts, chunks: list[MegatronModule]
+) -> None:
+    """Load the reference in addition to the new ``chunks`` of a model."""
+    rollouts.reference = load_teacher(provider)

@@ -1,0 +1,268 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What training on rewards does before each step: generate, score, and fill the batches of the step."""
+
+from collections import deque
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from megatron.core import parallel_state
+from megatron.core.transformer.module import MegatronModule
+from torch import Tensor
+
+from megatron.bridge.checkpoint.collective import on_first_rank
+from megatron.bridge.data.finetuning.rows import EpochRows
+from megatron.bridge.training.callbacks.base import Callback
+from megatron.bridge.training.config.blocks.reinforcement import GRPOConfig
+from megatron.bridge.training.reinforcement.batches import (
+    BatchShape,
+    StepRollouts,
+    microbatches_of,
+)
+from megatron.bridge.training.reinforcement.rewards import (
+    RewardFunction,
+    ScoredCompletion,
+    call_rewards,
+)
+from megatron.bridge.training.reinforcement.rollouts import (
+    Generation,
+    PromptStream,
+    Rollout,
+    generate_rollouts,
+)
+from megatron.bridge.training.reinforcement.samples import CompletionSamples
+from megatron.bridge.training.reinforcement.scoring import score_completions
+from megatron.bridge.training.state import Run
+from megatron.bridge.utils import distributed
+from megatron.bridge.utils.console import print_rank_0
+from megatron.bridge.utils.distributed import broadcast_object
+
+
+class RefilledBatches:
+    """An iterator over microbatches that are added step by step."""
+
+    def __init__(self) -> None:
+        self._batches: deque[dict[str, Any]] = deque()
+
+    def __iter__(self) -> "RefilledBatches":
+        return self
+
+    def __next__(self) -> dict[str, Any]:
+        assert self._batches, "a step reads no more microbatches than it was given"
+        return self._batches.popleft()
+
+    def refill(self, batches: Sequence[dict[str, Any]]) -> None:
+        self._batches = deque(batches)
+
+
+class Rollouts(Callback):
+    """Generates completions before the steps that need new ones, and gives each step its batches.
+
+    A checkpoint has the position in the prompts, and the completions that later steps train on.
+
+    Args:
+        settings: The settings of the run.
+        rewards: The reward functions, which the first rank calls.
+    """
+
+    def __init__(self, settings: GRPOConfig, rewards: list[RewardFunction]) -> None:
+        self._settings = settings
+        self._rewards = rewards
+        self.reference: list[MegatronModule] | None = None
+        """The chunks of a second model; None where there is none."""
+        self._prompts: PromptStream | None = None
+        self._drawn = 0  # prompts that were drawn before the run was built
+        self._generation: Generation | None = None
+        self._steps = 0  # steps that have used the generation
+        self._batches: list[RefilledBatches] = []
+        self._samples: CompletionSamples | None = None
+        self._saved: dict[str, Any] | None = None
+
+    @property
+    def _steps_of_generation(self) -> int:
+        return self._settings.steps_per_generation * self._settings.num_iterations
+
+    def state_dict(self) -> dict[str, Any]:
+        """The position in the prompts; of the first rank also the completions that are still needed."""
+        drawn = self._drawn if self._prompts is None else self._prompts.drawn
+        state: dict[str, Any] = {"drawn": drawn, "steps": self._steps, "generation": None}
+        if self._generation is not None and distributed.rank() == 0:
+            state["generation"] = pack_generation(self._generation)
+        return state
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._saved = state  # applied in on_train_start, when all ranks have theirs
+        self._drawn = state["drawn"]
+        self._generation = None
+
+    def on_train_start(self, context: Run) -> None:
+        """Connect the prompts, and continue with the completions of a checkpoint."""
+        assert context.data.train is not None, "a rule asks for prompts"
+        dataset: EpochRows = context.data.train.dataset  # type: ignore[attr-defined]
+        self._prompts = PromptStream(dataset, context.config.rng.seed, self._drawn)
+        self._batches = [RefilledBatches() for _ in context.model]
+        context.train_batches = list(self._batches)
+        self._samples = on_first_rank(lambda: CompletionSamples.of(context))
+        self._restore(context)
+
+    def _restore(self, run: Run) -> None:
+        saved = self._saved or {"steps": 0, "generation": None}
+        self._saved = None
+        packed = broadcast_object(saved["generation"])
+        self._steps = saved["steps"]
+        self._generation = None if packed is None else unpack_generation(packed)
+        needed = run.config.train.global_batch_size * self._settings.steps_per_generation
+        if self._generation is not None and len(self._generation.rollouts) != needed:
+            print_rank_0(
+                f"note: the checkpoint has {len(self._generation.rollouts)} completions, and a generation "
+                f"of this run {needed}: they are generated again"
+            )
+            self._generation = None
+            self._steps = 0
+
+    def on_train_step_start(self, context: Run) -> None:
+        if self._generation is None:
+            self._generation = self._generate(context)
+            self._steps = 0
+        step = self._steps_rollouts(context)[self._steps % self._settings.steps_per_generation]
+        microbatches = microbatches_of(step, _shape_of(context), self._settings)
+        for batches in self._batches:
+            batches.refill(microbatches)
+
+    def on_grads_ready(self, context: Run) -> None:
+        """Add the means of the generation to the losses of the step, which are then logged."""
+        assert self._generation is not None, "the step has begun"
+        for report in context.reports:
+            for name, value in self._generation.metrics.items():
+                report[name] = torch.tensor([value, 1.0], dtype=torch.float64).to(
+                    torch.cuda.current_device()
+                )
+
+    def on_train_step_end(self, context: Run) -> None:
+        self._steps += 1
+        if self._steps >= self._steps_of_generation:
+            self._generation = None
+            self._steps = 0
+
+    def close(self, context: Run) -> None:
+        if self._samples is not None:
+            self._samples.close()
+
+    def _generate(self, run: Run) -> Generation:
+        assert self._prompts is not None, "on_train_start comes first"
+        names = [reward.name for reward in self._rewards]
+
+        def score(completions: Sequence[ScoredCompletion]) -> Tensor:
+            return on_first_rank(lambda: call_rewards(self._rewards, completions))
+
+        generation = generate_rollouts(run, self._settings, self._prompts, score, names)
+        random = np.random.default_rng((run.config.rng.seed, self._prompts.drawn))
+        order = random.permutation(len(generation.rollouts)).tolist()
+        generation.rollouts = [generation.rollouts[index] for index in order]
+        self._generation = generation
+        self._score(run)
+        samples = self._samples
+        if samples is not None:
+            on_first_rank(lambda: samples.write(run.progress.step + 1, generation))
+        return generation
+
+    def _steps_rollouts(self, run: Run) -> list[StepRollouts]:
+        """The completions of each step that shares the generation."""
+        assert self._generation is not None, "there is a generation"
+        rollouts = self._generation.rollouts
+        size = run.config.train.global_batch_size
+        steps = range(0, len(rollouts), size)
+        mean = sum(rollout.trained_tokens for rollout in rollouts) / len(steps)
+        return [StepRollouts(rollouts[start : start + size], mean) for start in steps]
+
+    def _score(self, run: Run) -> None:
+        """Compute what a loss compares the trained model with, before the weights change."""
+        settings = self._settings
+        has_reference = settings.beta > 0
+        if not settings.needs_old_log_probs and not has_reference:
+            return
+        for step in self._steps_rollouts(run):
+            batches = microbatches_of(step, _shape_of(run), settings)
+            tokens = step.starts[-1]
+            if settings.needs_old_log_probs:
+                old = score_completions(run, batches, tokens)
+                _store(step, "old_log_probs", old)
+            if has_reference:
+                scores = score_completions(
+                    run,
+                    batches,
+                    tokens,
+                    self.reference,
+                    without_adapters=self.reference is None,
+                )
+                _store(step, "reference_log_probs", scores)
+
+
+def _store(step: StepRollouts, name: str, scores: Tensor) -> None:
+    """Give each completion of a step its part of ``scores`` [tokens of all completions]."""
+    starts = step.starts
+    for rollout, start, end in zip(step.rollouts, starts[:-1], starts[1:], strict=True):
+        setattr(rollout, name, scores[start:end].clone())
+
+
+def _shape_of(run: Run) -> BatchShape:
+    dataset: Any = run.config.dataset
+    return BatchShape(
+        micro_batch_size=run.config.train.micro_batch_size,
+        multiple=dataset.sequence_multiple,
+        padding=run.tokenizer.eod,
+        rank=parallel_state.get_data_parallel_rank(),
+        ranks=parallel_state.get_data_parallel_world_size(),
+    )
+
+
+_LOG_PROBS = ("sampler_log_probs", "old_log_probs", "reference_log_probs")
+
+
+def pack_generation(generation: Generation) -> dict[str, Any]:
+    """A generation as a few flat tensors, for a checkpoint."""
+    rollouts = generation.rollouts
+    packed: dict[str, Any] = {
+        "prompt_lengths": _integers(len(rollout.prompt_tokens) for rollout in rollouts),
+        "lengths": _integers(len(rollout.tokens) for rollout in rollouts),
+        "prompts": _integers(token for rollout in rollouts for token in rollout.prompt_tokens),
+        "tokens": _integers(token for rollout in rollouts for token in rollout.tokens),
+        # fp64 keeps Python's numbers
+        "advantages": torch.tensor(
+            [rollout.advantage for rollout in rollouts], dtype=torch.float64, device="cpu"
+        ),
+        "is_trained": _integers(rollout.is_trained for rollout in rollouts),
+        "metrics": generation.metrics,
+    }
+    for name in _LOG_PROBS:
+        parts = [getattr(rollout, name) for rollout in rollouts]
+        packed[name] = None if parts[0] is None else torch.cat(parts)
+    return packed
+
+
+def unpack_generation(packed: dict[str, Any]) -> Generation:
+    """The generation of ``pack_generation``."""
+    lengths = packed["lengths"].tolist()
+    prompts = packed["prompts"].split(packed["prompt_lengths"].tolist())
+    tokens = packed["tokens"].split(lengths)
+    rollouts = [
+        Rollout(prompt.tolist(), part.tolist(), advantage, bool(is_trained), torch.empty(0))
+        for prompt, part, advantage, is_trained in zip(
+            prompts,
+            tokens,
+            packed["advantages"].tolist(),
+            packed["is_trained"].tolist(),
+            strict=True,
+        )
+    ]
+    for name in _LOG_PROBS:
+        if packed[name] is None:
+            continue
+        for rollout, part in zip(rollouts, packed[name].split(lengths), strict=True):
+            setattr(rollout, name, part.clone())
+    return Generation(rollouts, packed["metrics"])
+
+
+def _integers(values: Any) -> Tensor:
+    return torch.tensor([int(value) for value in values], dtype=torch.int64, device="cpu")

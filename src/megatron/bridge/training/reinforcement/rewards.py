@@ -1,0 +1,228 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Functions that score completions: found by their names, called once for all, and checked."""
+
+import asyncio
+import importlib
+import importlib.util
+import inspect
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron.bridge.data.prompts.prompts import Prompt
+from megatron.bridge.training.config.blocks.reinforcement import GRPOConfig
+from megatron.bridge.utils.errors import UserError, did_you_mean, one_line
+from megatron.bridge.utils.user_functions import failure_of
+
+KEY = "grpo.reward_funcs"
+USAGE = "function(prompts, completions, completion_ids, **columns) -> a number or None for each completion"
+
+
+@dataclass(frozen=True)
+class RewardFunction:
+    """A function and the name under which its rewards are logged."""
+
+    name: str
+    function: Callable[..., Any]
+
+
+@dataclass(frozen=True)
+class ScoredCompletion:
+    """A completion as a reward function sees it."""
+
+    prompt: Prompt
+    tokens: list[int]
+    text: str  # without special tokens
+
+    @property
+    def content(self) -> str | list[dict[str, Any]]:
+        """The text, or for a conversation the answer as a list of one message."""
+        if self.prompt.is_chat:
+            return [{"role": "assistant", "content": self.text}]
+        return self.text
+
+
+def load_rewards(
+    settings: GRPOConfig, functions_of_script: Sequence[Callable[..., Any]] = ()
+) -> list[RewardFunction]:
+    """Import the functions of ``grpo.reward_funcs``, which runs their code.
+
+    Args:
+        settings: Names and weights.
+        functions_of_script: Functions in addition to those with a name, after them.
+
+    Raises:
+        UserError: There is none, a name leads to no function, two have one name, or the weights do not fit.
+    """
+    entries = [*settings.reward_funcs, *functions_of_script]
+    weights = settings.reward_weights
+    if not entries:
+        raise UserError(
+            f"{KEY} is empty: name at least one function, such as {KEY}=[rewards.py:score], written as {USAGE}"
+        )
+    if weights is not None and len(weights) != len(entries):
+        raise UserError(
+            f"grpo.reward_weights={weights} has {len(weights)} numbers for {len(entries)} reward functions: give "
+            "one for each"
+        )
+    functions = [_load_reward(entry) for entry in entries]
+    names = [function.name for function in functions]
+    for name in names:
+        if names.count(name) > 1:
+            raise UserError(f"{KEY} has two functions called {name}: rename one, or leave one out")
+    return functions
+
+
+def _load_reward(entry: Any) -> RewardFunction:
+    if callable(entry):
+        return RewardFunction(getattr(entry, "__name__", type(entry).__name__), entry)
+    place, separator, name = str(entry).rpartition(":")
+    if not isinstance(entry, str) or not separator or not place or not name.isidentifier():
+        raise UserError(
+            f"{KEY}: {entry!r} names no function: write package.module:function or "
+            "path/to/file.py:function"
+        )
+    module = _load_file(Path(place)) if place.endswith(".py") else _import_module(place)
+    function = getattr(module, name, None)
+    if not callable(function):
+        raise UserError(
+            f"{KEY}={entry}: {place} has no function {name}{did_you_mean(name, dir(module))}"
+        )
+    return RewardFunction(name, function)
+
+
+def _load_file(path: Path) -> Any:
+    if not path.is_file():
+        raise UserError(f"{KEY}: {path} is not a file: check the path")
+    spec = importlib.util.spec_from_file_location(f"reward_file_{path.stem}", path)
+    assert spec is not None, "a Python file has a loader"
+    assert spec.loader is not None, "a Python file has a loader"
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # where dataclasses look for the module of a class
+    folder = str(path.resolve().parent)
+    if folder not in sys.path:
+        sys.path.insert(0, folder)  # it may import its neighbors
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:
+        raise UserError(
+            f"{KEY}: {path} fails with {type(error).__name__} when it is imported: {one_line(error)}"
+        ) from error
+    return module
+
+
+def _import_module(name: str) -> Any:
+    if str(Path.cwd()) not in sys.path:
+        sys.path.insert(0, str(Path.cwd()))
+    try:
+        return importlib.import_module(name)
+    except Exception as error:
+        raise UserError(
+            f"{KEY}: {name} cannot be imported ({type(error).__name__}: {one_line(error)}): give a "
+            "module of the current folder or of an installed package, or a file that ends in .py"
+        ) from error
+
+
+def call_rewards(
+    functions: Sequence[RewardFunction], completions: Sequence[ScoredCompletion]
+) -> Tensor:
+    """Call each function once with all completions.
+
+    Returns:
+        Rewards, NaN where a function returned None, fp32 [completions, functions].
+
+    Raises:
+        UserError: A function fails, or returns something else; it names function and sample.
+    """
+    arguments = {
+        "prompts": [completion.prompt.content for completion in completions],
+        "completions": [completion.content for completion in completions],
+        "completion_ids": [completion.tokens for completion in completions],
+        **_columns(completions),
+    }
+    columns = [
+        _checked(entry, _call(entry, arguments, completions), completions) for entry in functions
+    ]
+    return torch.tensor(columns, dtype=torch.float32, device="cpu").T
+
+
+def _columns(completions: Sequence[ScoredCompletion]) -> dict[str, list[Any]]:
+    """The other keys of the records; those that a record lacks are None."""
+    names = dict.fromkeys(key for completion in completions for key in completion.prompt.columns)
+    return {
+        name: [completion.prompt.columns.get(name) for completion in completions] for name in names
+    }
+
+
+def _call(
+    entry: RewardFunction,
+    arguments: dict[str, list[Any]],
+    completions: Sequence[ScoredCompletion],
+) -> Any:
+    try:
+        rewards = entry.function(**arguments)
+        return asyncio.run(_wait(rewards)) if inspect.isawaitable(rewards) else rewards
+    except UserError:
+        raise
+    except Exception as error:
+        failure = failure_of(KEY, entry.function, error)
+        if culprit := _first_failing(entry, arguments, completions):
+            raise UserError(f"{culprit}: {failure}") from error
+        raise failure from error
+
+
+async def _wait(rewards: Any) -> Any:
+    return await rewards
+
+
+def _first_failing(
+    entry: RewardFunction,
+    arguments: dict[str, list[Any]],
+    completions: Sequence[ScoredCompletion],
+) -> str | None:
+    """Call a function that failed once for each completion, to name the one with which it fails."""
+    for index, completion in enumerate(completions):
+        alone = {name: values[index : index + 1] for name, values in arguments.items()}
+        try:
+            rewards = entry.function(**alone)
+            if inspect.isawaitable(rewards):
+                asyncio.run(_wait(rewards))
+        except Exception:
+            return f"{completion.prompt.location}, completion {completion.text!r:.80}"
+    return None
+
+
+def _checked(
+    entry: RewardFunction, rewards: Any, completions: Sequence[ScoredCompletion]
+) -> list[float]:
+    if isinstance(rewards, Tensor):
+        rewards = rewards.tolist()
+    try:
+        values = list(rewards)
+    except TypeError as error:
+        raise UserError(
+            f"{KEY}: {entry.name} returns a {type(rewards).__name__}: write it as {USAGE}"
+        ) from error
+    if len(values) != len(completions):
+        raise UserError(
+            f"{KEY}: {entry.name} returns {len(values)} rewards for {len(completions)} completions: "
+            "return one for each, None for those that it does not score"
+        )
+    checked: list[float] = []
+    for value, completion in zip(values, completions, strict=True):
+        try:
+            number = torch.nan if value is None else float(value)
+        except (TypeError, ValueError):
+            number = float("inf")
+        if value is not None and not abs(number) < float("inf"):
+            raise UserError(
+                f"{completion.prompt.location}: {KEY}: {entry.name} returns {value!r:.60} for the "
+                f"completion {completion.text!r:.80}: return a finite number, or None"
+            )
+        checked.append(number)
+    return checked

@@ -1,0 +1,87 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Log-probabilities of completions before a step, by the same pass as in training, of the model or of a reference."""
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.transformer.module import MegatronModule
+from torch import Tensor
+
+from megatron.bridge.checkpoint.model_io import unwrap
+from megatron.bridge.models.chunk_info import evaluation_mode
+from megatron.bridge.peft.lora import LoRA
+from megatron.bridge.training.optim.optimizer import gathered_params
+from megatron.bridge.training.reinforcement.step import run_chunk
+from megatron.bridge.training.state import BatchIterator, LossFunction, Run
+from megatron.bridge.training.step.losses import LossReport
+from megatron.bridge.utils import distributed
+
+
+def score_completions(
+    run: Run,
+    batches: Sequence[dict[str, Any]],
+    tokens: int,
+    reference: Sequence[MegatronModule] | None = None,
+    without_adapters: bool = False,
+) -> Tensor:
+    """Log-probabilities of the completions of a step, equal on all ranks, which must all call this.
+
+    Args:
+        run: The run.
+        batches: The microbatches of this rank.
+        tokens: Tokens of all completions of the step.
+        reference: Chunks of another model in the same layout; None is the model of the run.
+        without_adapters: Switch the adapters of the run off.
+
+    Returns:
+        fp32 [tokens] on the host, 0 for tokens outside of the loss.
+    """
+    settings = run.config.grpo
+    assert settings is not None, "grpo is not set"
+    scores = torch.zeros(tokens, device=torch.cuda.current_device())
+
+    def score_step(
+        data_iterator: BatchIterator, model: MegatronModule
+    ) -> tuple[Tensor, LossFunction]:
+        batch, output = run_chunk(next(data_iterator), model, settings.temperature)
+
+        def keep(scored: Tensor) -> tuple[Tensor, Tensor, LossReport]:
+            places = batch["places"].flatten()
+            is_scored = places >= 0
+            scores[places[is_scored]] = scored[0, is_scored]
+            count = torch.ones((), dtype=torch.int, device=scored.device)
+            return scored.new_zeros(()), count, {}
+
+        return output, keep
+
+    chunks = run.model if reference is None else list(reference)
+    with ExitStack() as contexts:
+        contexts.enter_context(torch.no_grad())
+        contexts.enter_context(gathered_params(run.model))
+        contexts.enter_context(evaluation_mode(chunks))
+        for chunk in chunks if without_adapters else []:
+            contexts.enter_context(_disabled_adapters(run, chunk))
+        run.schedule(
+            forward_step_func=score_step,
+            data_iterator=[iter(batches) for _ in chunks],
+            model=chunks,
+            num_microbatches=len(batches),
+            seq_length=run.config.dataset.seq_length,
+            micro_batch_size=run.config.train.micro_batch_size,
+            forward_only=True,
+        )
+    # tensor-parallel ranks have the same numbers; all other ranks have different tokens, or none
+    if parallel_state.get_tensor_model_parallel_rank() > 0:
+        scores.zero_()
+    if distributed.world_size() > 1:
+        dist.all_reduce(scores)
+    return scores.cpu()
+
+
+def _disabled_adapters(run: Run, chunk: MegatronModule) -> AbstractContextManager[Any]:
+    peft = run.config.peft
+    return nullcontext() if peft is None else cast(LoRA, peft).disable_adapter(unwrap(chunk))
