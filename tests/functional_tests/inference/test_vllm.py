@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
 
 from megatron.bridge import AutoBridge
 from megatron.bridge.peft.lora import LoRA
@@ -145,6 +147,11 @@ def test_a_classifier_classifies(tmp_path):
 @torch.no_grad()
 def test_an_embedding_model_embeds(tmp_path):
     out = export(save_source(tmp_path / "hf", "Qwen3Model", "Qwen3Config"), tmp_path / "out")
+    words = WordLevel({f"word{token}": token for token in range(SIZES["vocab_size"])}, "word0")
+    tokenizer = Tokenizer(words)
+    transformers.PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, pad_token="word0", eos_token="word1"
+    ).save_pretrained(out)
     model = load(out)
     for prompt, found in zip(PROMPTS, answers_of_vllm(out, "embed"), strict=True):
         last = model(torch.tensor([prompt])).last_hidden_state[0, -1]

@@ -35,7 +35,7 @@ def answers_of(job):
         dtype="float32",
         max_model_len=64,
         max_num_seqs=4,
-        skip_tokenizer_init=True,
+        skip_tokenizer_init=job["kind"] != "embed",  # vLLM embeds only with a tokenizer
         enforce_eager=True,
         **options,
     )
