@@ -105,6 +105,20 @@ def test_other_rows_of_the_batch_stay_as_they_are(llm):
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_drafts_change_no_completion(model_dir, llm, temperature):  # noqa: F811
+    """Drafts that a grammar forbids are refused, and those that it allows are taken."""
+    grammars = [regex_grammar(r"(ab){4}(ac){4}"), json_grammar({"type": "boolean"}), None]
+    expected = sample(llm, grammars, 30, temperature=temperature, logprobs=1)
+    speculative = {"method": "ngram", "num_speculative_tokens": 3}
+    with LLM(
+        str(model_dir), dtype="float32", kv_memory=1 << 24, speculative=speculative
+    ) as drafting:
+        assert sample(drafting, grammars, 30, temperature=temperature, logprobs=1) == expected
+        assert 0 < drafting.engine.accepted_tokens < drafting.engine.drafted_tokens
+    assert re.fullmatch(r"(ab){4}(ac){4}", expected[0].text)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_patterns_choices_and_grammars(llm, temperature):
     gbnf = 'root ::= "[" digit ("," digit)? "]"\ndigit ::= [0-9]'
     grammars = {
