@@ -1,16 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
 """OpenAI's batch files through ``generate``: the server's answers, errors as lines, and resuming."""
 
+import base64
 import io
 import json
+import shutil
 
+import numpy as np
 import pytest
-from transformers import AutoTokenizer
+from transformers import AutoTokenizer, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from megatron.bridge.cli.main import main
 from megatron.bridge.inference.llm import LLM
+from megatron.bridge.inference.requests import Sampling
 from tests.scripted_server import HAS_SERVER, LocalEngine, scripted_server
-from tests.toy_models import make_llama
+from tests.toy_models import LLAMA, make_llama
 from tests.unit_tests.data.conftest import TEXT, tokenizer_dir  # noqa: F401 - a fixture
 from tests.unit_tests.inference.test_chat_requests import TEMPLATE, USER
 
@@ -121,6 +125,26 @@ def test_clients_read_the_bodies(answers):
     assert json.loads(call.function.arguments)["days"] in (1, 2, 3)
     assert json.loads(read[3].choices[0].message.content)["days"] in (1, 2, 3)
     assert len(read[5].choices) == 4
+
+
+def test_experts_of_tokens_are_in_the_line(model_dir, tmp_path):
+    shutil.copytree(model_dir, tmp_path / "experts")
+    (tmp_path / "experts" / "model.safetensors.index.json").unlink(missing_ok=True)
+    for path in (tmp_path / "experts").glob("*.safetensors"):
+        path.unlink()
+    sizes = {"vocab_size": len(AutoTokenizer.from_pretrained(model_dir))}
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+    config = Qwen3MoeConfig(**{**LLAMA, **sizes, **experts})
+    Qwen3MoeForCausalLM(config).save_pretrained(tmp_path / "experts")
+    body = {"prompt": TEXT[0], "max_tokens": 3, "temperature": 0, "return_routed_experts": True}
+    write_batch(tmp_path / "in.jsonl", [("/v1/completions", body)])
+    assert run(tmp_path / "experts", tmp_path / "in.jsonl", tmp_path / "out.jsonl") == 0
+    (choice,) = json.loads((tmp_path / "out.jsonl").read_text())["response"]["body"]["choices"]
+    found = np.load(io.BytesIO(base64.b64decode(choice["routed_experts"])))
+    with LLM(str(tmp_path / "experts"), dtype="float32", kv_memory=1 << 25) as llm:
+        ((expected,),) = llm.generate(TEXT[0], Sampling(max_new_tokens=3, routed_experts=True))
+    assert np.array_equal(found, expected.routed_experts)
+    assert found.shape[1:] == (4, 2)
 
 
 def test_errors_are_lines(model_dir, tmp_path, capsys):

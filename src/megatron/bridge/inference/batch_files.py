@@ -16,7 +16,7 @@ from pydantic import ValidationError
 from megatron.bridge.data.records.jsonl import open_data, parse_record
 from megatron.bridge.inference.llm import LLM
 from megatron.bridge.inference.prompt_files import LineMark, ResumableFile, digest_of
-from megatron.bridge.inference.requests import Completion
+from megatron.bridge.inference.requests import Completion, encode_experts
 from megatron.bridge.inference.server.answers import Choice, Json
 from megatron.bridge.inference.server.errors import ApiError, check_finish_reason, refusal_of
 from megatron.bridge.inference.server.planner import RequestPlan, RequestPlanner
@@ -209,6 +209,8 @@ def _fill_choice(choice: Choice, completion: Completion) -> None:
     choice.finish_reason = completion.finish_reason
     choice.text_offsets = completion.text_offsets
     choice.cached_tokens = completion.cached_tokens
+    if completion.routed_experts is not None:
+        choice.routed_experts = encode_experts(completion.routed_experts)
 
 
 def _plan_line(planner: RequestPlanner, line: BatchLine) -> _PlannedRequest | ApiError | None:
