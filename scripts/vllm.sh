@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # SPDX-License-Identifier: Apache-2.0
 # Install vLLM for CPUs into .cache/vllm, an environment of its own because it needs another PyTorch (3.5 GB on disk).
-# The slow test tests/functional_tests/inference/test_vllm.py and benchmarks/against_vllm.py use it.
+# The slow test tests/functional_tests/inference/test_vllm.py and benchmarks/against_engines.py use it.
 # usage: scripts/vllm.sh   (idempotent)
 set -euo pipefail
 cd "$(dirname "$0")/.."
