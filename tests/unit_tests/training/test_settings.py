@@ -112,6 +112,11 @@ def test_a_setting_of_a_feature_that_is_off_is_refused(prefix):
     assert str(needed) in sentence
 
 
+def test_prefixes_are_of_blocks_that_are_looked_through():
+    blocks = {prefix.partition(".")[0] for prefix in idle_settings.NEEDS_BY_PREFIX}
+    assert blocks <= {*idle_settings.BLOCKS_WITH_PREFIXES}
+
+
 # ---------------------------------------------------------------------------------------------- every number
 
 WORDS = ("nan", "inf", "-inf", "1e400", "abc", "true", "''", "\uff11\uff12", "[1]", "{}")

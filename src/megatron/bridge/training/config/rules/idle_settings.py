@@ -156,8 +156,19 @@ FEATURES = [
         AnyOf(*(Equals("grpo.loss_type", loss_type) for loss_type in (*CLIPPED_LOSSES, "cispo"))),
         settings=["grpo.epsilon_high"],
     ),
-    Feature(Equals("grpo.loss_type", "sapo"), prefixes=["grpo.sapo_temperature_"]),
-    Feature(Equals("grpo.loss_type", "vespo"), prefixes=["grpo.vespo_"]),
+    Feature(
+        Equals("grpo.loss_type", "sapo"),
+        settings=["grpo.sapo_temperature_neg", "grpo.sapo_temperature_pos"],
+    ),
+    Feature(
+        Equals("grpo.loss_type", "vespo"),
+        settings=[
+            "grpo.vespo_k_pos",
+            "grpo.vespo_lambda_pos",
+            "grpo.vespo_k_neg",
+            "grpo.vespo_lambda_neg",
+        ],
+    ),
     Feature(Equals("grpo.advantage_estimator", "group"), settings=["grpo.scale_rewards"]),
     Feature(On("grpo.dynamic_sampling"), settings=["grpo.dynamic_sampling_rounds"]),
     Feature(
@@ -313,7 +324,7 @@ def _rows_of_layer_features() -> Iterator[Feature]:
 _ROWS = [*FEATURES, *_rows_of_layer_features()]
 NEEDS = {key: feature.is_on for feature in _ROWS for key in feature.settings}
 NEEDS_BY_PREFIX = {prefix: feature.is_on for feature in _ROWS for prefix in feature.prefixes}
-_BLOCKS_WITH_PREFIXES = ("model", "optimizer", "ddp")
+BLOCKS_WITH_PREFIXES = ("model", "optimizer", "ddp")
 
 
 def settings_have_effect(config: RunConfig, world_size: int) -> Iterator[str]:
@@ -326,7 +337,7 @@ def settings_have_effect(config: RunConfig, world_size: int) -> Iterator[str]:
 
 def _needs_by_prefix(config: RunConfig) -> Iterator[tuple[str, Condition]]:
     """Yield the settings of ``NEEDS_BY_PREFIX``, each with the feature of its longest prefix."""
-    for block in _BLOCKS_WITH_PREFIXES:
+    for block in BLOCKS_WITH_PREFIXES:
         for entry in dataclasses.fields(getattr(config, block)):
             key = f"{block}.{entry.name}"
             condition = feature_of(key)
