@@ -84,6 +84,11 @@ EXCLUSIONS = [
         "validation.eval_iters",
         remedy="there is no loss of held-out prompts, set validation.eval_iters=0",
     ),
+    # corrections are exactly 1
+    Exclusive(
+        "grpo.exact_rollout", "grpo.importance_sampling_correction", remedy="unset the second"
+    ),
+    Exclusive("grpo.exact_rollout", "peft.dropout", remedy="set peft.dropout=0"),
     Exclusive("grpo", "train.iterations_to_skip", remedy="unset the second"),
     Exclusive("grpo", "train.rampup_batch_size", remedy="unset the second"),
     Exclusive("grpo", "rerun_state_machine", remedy="unset the second"),
@@ -164,6 +169,17 @@ REQUIREMENTS = [
         On("grpo.importance_sampling_correction"),
         needs=[Equals("grpo.temperature", 1.0)],
         remedy="set that, or switch the correction off",
+    ),
+    Requirement(
+        On("grpo.exact_rollout"),
+        needs=[
+            Equals("grpo.temperature", 1.0),
+            Equals("model.context_parallel_size", 1),
+            Equals("model.hidden_dropout", 0.0),
+            Equals("model.attention_dropout", 0.0),
+            Equals("model.fp8", None),
+        ],
+        remedy="set that, or switch exact_rollout off",
     ),
     # the other texts of a microbatch are what a query is told apart from
     Requirement(
