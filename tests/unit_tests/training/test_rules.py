@@ -250,6 +250,11 @@ CASES = {
             "dataset.seq_length=32",
         ],
     ),
+    "adapters_can_have_the_engines_numbers": (
+        {"grpo": GRPOConfig(exact_rollout=True), "peft": LoRA(dropout=0.1)},
+        1,
+        ["grpo.exact_rollout=True", "peft.dropout=0.1", "set peft.dropout=0"],
+    ),
     "experts_can_be_replayed": (
         {
             "grpo": GRPOConfig(router_replay=True),
@@ -865,15 +870,14 @@ RELATED = [
             "model.context_parallel_size": 2,
             "model.hidden_dropout": 0.1,
             "model.attention_dropout": 0.1,
-            "peft": LoRA(dropout=0.1),
         },
         [
             "grpo.exact_rollout=True needs grpo.temperature=1.0",
             "model.context_parallel_size=1",
             "model.hidden_dropout=0.0",
             "model.attention_dropout=0.0",
-            "grpo.exact_rollout and grpo.importance_sampling_correction=True exclude",
-            "grpo.exact_rollout and peft.dropout=0.1 exclude",
+            "grpo.importance_sampling_correction=False",
+            "switch exact_rollout off",
         ],
     ),
     (

@@ -153,6 +153,16 @@ def completions_make_whole_groups(config: RunConfig, world_size: int) -> Iterato
         )
 
 
+def adapters_can_have_the_engines_numbers(config: RunConfig, world_size: int) -> Iterator[str]:
+    """The engine generates without dropout."""
+    dropout = getattr(config.peft, "dropout", 0.0)
+    if config.grpo is not None and config.grpo.exact_rollout and dropout:
+        yield (
+            f"grpo.exact_rollout=True does not work with peft.dropout={dropout}: set peft.dropout=0, or switch "
+            "exact_rollout off"
+        )
+
+
 def experts_can_be_replayed(config: RunConfig, world_size: int) -> Iterator[str]:
     """Routers choose given experts; passes with the engine's numbers give them the engine's."""
     grpo = config.grpo

@@ -84,11 +84,6 @@ EXCLUSIONS = [
         "validation.eval_iters",
         remedy="there is no loss of held-out prompts, set validation.eval_iters=0",
     ),
-    # corrections are exactly 1
-    Exclusive(
-        "grpo.exact_rollout", "grpo.importance_sampling_correction", remedy="unset the second"
-    ),
-    Exclusive("grpo.exact_rollout", "peft.dropout", remedy="set peft.dropout=0"),
     Exclusive("grpo", "train.iterations_to_skip", remedy="unset the second"),
     Exclusive("grpo", "train.rampup_batch_size", remedy="unset the second"),
     Exclusive("grpo", "rerun_state_machine", remedy="unset the second"),
@@ -178,6 +173,8 @@ REQUIREMENTS = [
             Equals("model.hidden_dropout", 0.0),
             Equals("model.attention_dropout", 0.0),
             Equals("model.fp8", None),
+            # its ratios are exactly 1
+            Equals("grpo.importance_sampling_correction", False),
         ],
         remedy="set that, or switch exact_rollout off",
     ),
