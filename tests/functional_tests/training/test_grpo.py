@@ -5,7 +5,14 @@ import json
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
+from megatron.core.transformer.moe.router import TopKRouter
+from transformers import (
+    AutoModelForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
 
 from megatron.bridge import AutoBridge
 from megatron.bridge.data.config import PromptDatasetConfig
@@ -51,6 +58,9 @@ EXPERTS = {
     "initializer_range": 0.15,
     "tie_word_embeddings": False,
 }
+DENSE = {
+    name: value for name, value in EXPERTS.items() if "experts" not in name and "moe" not in name
+} | {"num_hidden_layers": 4}
 REWARDS = {"reward_funcs": [f"{__name__}:odd_share", f"{__name__}:close_to"]}
 
 
@@ -77,6 +87,7 @@ def places(tmp_path_factory):
     save_llama(root / "other", **sizes, num_key_value_heads=4)
     torch.manual_seed(2)
     Qwen3MoeForCausalLM(Qwen3MoeConfig(**EXPERTS)).save_pretrained(root / "experts")
+    Qwen3ForCausalLM(Qwen3Config(**DENSE)).save_pretrained(root / "dense")
     lines = [
         {"prompt": " ".join(str((7 * i + j) % 90) for j in range(3 + i % 3)) + " ", "answer": i}
         for i in range(PROMPTS)
@@ -104,7 +115,15 @@ class Watch(Callback):
 
 
 def config_of(
-    root, settings, layout=None, peft=None, micro=2, save=None, steps=STEPS, model="model"
+    root,
+    settings,
+    layout=None,
+    peft=None,
+    micro=2,
+    save=None,
+    steps=STEPS,
+    model="model",
+    precision="fp32",
 ):
     layout = dict(layout or {})
     config = toy_config(
@@ -123,7 +142,8 @@ def config_of(
         ),
         peft=peft,
     )
-    if model == "experts":
+    config.mixed_precision = precision
+    if model in ("experts", "dense"):
         config.model = AutoBridge.from_hf_pretrained(root / model).to_megatron_provider(
             load_weights=False
         )
@@ -290,20 +310,29 @@ SHARED = {
 }
 
 
-def stopped(root, folder, *stops, layout=None):
+REPLAYED = {
+    "num_iterations": 2,
+    "steps_per_generation": 2,
+    "beta": 0.1,
+    "exact_rollout": True,
+    "router_replay": True,
+}
+
+
+def stopped(root, folder, *stops, settings=SHARED, model="model"):
     """The steps of a run that stops, and is started again, at each of ``stops``."""
-    watches = [
-        run(root, SHARED, layout=layout, save=str(folder), steps=6, callbacks=[StopAfter(stop)])
-        for stop in stops
-    ]
+    options = {"model": model, "save": str(folder), "steps": 6}
+    watches = [run(root, settings, callbacks=[StopAfter(stop)], **options) for stop in stops]
     return [step for watch in watches for step in watch.steps], watches[-1].weights
 
 
-def test_resume_is_exact(places, tmp_path):
+@pytest.mark.parametrize(("settings", "model"), [(SHARED, "model"), (REPLAYED, "experts")])
+def test_resume_is_exact(places, tmp_path, settings, model):
     """Within a generation, of which the checkpoint has the completions, and at its end."""
     torch.set_num_threads(1)
-    expected, weights = stopped(places, tmp_path / "one", 6)
-    found, resumed = stopped(places, tmp_path / "three", 1, 4, 6)
+    options = {"settings": settings, "model": model}
+    expected, weights = stopped(places, tmp_path / "one", 6, **options)
+    found, resumed = stopped(places, tmp_path / "three", 1, 4, 6, **options)
     leave()
     assert found == expected
     assert all(map(torch.equal, resumed, weights))
@@ -349,3 +378,113 @@ def test_truncated_completions_can_be_left_out(places):
 
 def ends_early(completion_ids, **_):
     return [float(len(tokens) < LENGTH) for tokens in completion_ids]
+
+
+EXACT = {"exact_rollout": True, "num_iterations": 2, "epsilon": 0.0}
+PRECISIONS = ["fp32", "bf16_mixed"]
+
+
+def assert_exact(watch):
+    """The engine's log-probabilities are those of training. With epsilon 0, every ratio other than 1 is clipped."""
+    for step in watch.steps[::2]:
+        assert step["sampler mismatch"] == step["sampler mismatch max"] == 0.0
+        assert step["clipped low"] == step["clipped high"] == 0.0
+    assert any(step["clipped low"] + step["clipped high"] > 0 for step in watch.steps[1::2])
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("model", ["dense", "experts"])
+def test_ratio_of_the_first_step_is_exactly_one(places, model, precision):
+    exact = alone(places, EXACT, model=model, precision=precision)
+    assert_exact(exact)
+    for rollouts in exact.rollouts:
+        for rollout in rollouts:
+            assert torch.equal(rollout.old_log_probs, rollout.sampler_log_probs)
+    usual = alone(
+        places, {**EXACT, "exact_rollout": False}, model=model, precision=precision, steps=1
+    )
+    assert 0 < usual.steps[0]["sampler mismatch"] < usual.steps[0]["sampler mismatch max"] < 0.2
+    assert usual.rollouts[0][0].tokens == exact.rollouts[0][0].tokens
+    tolerance = 1e-3 if precision == "fp32" else 0.1
+    assert exact.steps[0]["grad norm"] == pytest.approx(usual.steps[0]["grad norm"], rel=tolerance)
+
+
+def test_a_reference_with_the_same_weights_has_no_divergence(places):
+    settings = {**EXACT, "beta": 0.1}
+    for peft in (None, LoRA(dim=4)):
+        watch = alone(places, settings, model="dense", precision="bf16_mixed", peft=peft, steps=2)
+        assert watch.steps[0]["kl"] == 0.0
+        assert watch.steps[1]["kl"] > 0.0
+
+
+def exact_in_layouts(root, layouts):
+    """Runs of a dense model in each layout, and of one with experts under expert parallelism."""
+    watches = [run(root, EXACT, layout=LAYOUTS[name], model="dense") for name in layouts]
+    replayed = {**EXACT, "router_replay": True}
+    expert_parallel = {"expert_model_parallel_size": 2}
+    watches.append(run(root, replayed, layout=expert_parallel, model="experts"))
+    return [watch.steps for watch in watches]
+
+
+def test_exact_on_two_processes(places, two_workers):
+    """Losses are those of one process, too; every layout has numbers of its own, which are exact in this layout."""
+    layouts = ("dp2", "tp2", "sp2", "pp2", "vp2")
+    dense = alone(places, EXACT, model="dense").steps
+    experts = alone(places, {**EXACT, "router_replay": True}, model="experts").steps
+    expected = [dense] * len(layouts) + [experts]
+    for rank in two_workers.run(exact_in_layouts, places, layouts):
+        for name, steps, wanted in zip([*layouts, "ep2"], rank, expected, strict=True):
+            for found in steps[::2]:
+                assert found["sampler mismatch max"] == 0.0, name
+                assert found["clipped low"] == found["clipped high"] == 0.0, name
+            assert steps[0] == pytest.approx(wanted[0], rel=2e-5, abs=4e-6), name
+
+
+class OtherRouters(Callback):
+    """Records what routers choose, and gives them other weights after the first step."""
+
+    def __init__(self):
+        self.chosen = []  # of each step, of each pass of a layer: bool [rows, experts]
+
+    def on_train_start(self, context):
+        for chunk in context.model:
+            for module in chunk.modules():
+                if isinstance(module, TopKRouter):
+                    module.register_forward_hook(self.record)
+
+    def record(self, module, inputs, output):
+        if torch.is_grad_enabled():
+            self.chosen[-1].append(output[1])
+
+    def on_train_step_start(self, context):
+        self.chosen.append([])
+        if context.progress.step == 1:
+            for chunk in context.model:
+                for name, weight in chunk.named_parameters():
+                    if name.endswith("router.weight"):
+                        weight.data.neg_()
+
+
+@pytest.mark.parametrize("exact", [False, True])
+@pytest.mark.parametrize("replay", [False, True])
+def test_experts_of_the_rollout_are_replayed(places, exact, replay):
+    """In the second step on a generation, routers whose weights changed sign still choose them."""
+    routers = OtherRouters()
+    settings = {"exact_rollout": exact, "router_replay": replay, "num_iterations": 2}
+    watch = alone(places, settings, model="experts", steps=2, callbacks=[routers])
+    if not replay:
+        first, second = (torch.cat(maps) for maps in routers.chosen)
+        assert not torch.equal(first, second)
+        assert all(rollout.experts is None for rollout in watch.rollouts[0])
+        return
+    layers = EXPERTS["num_hidden_layers"]
+    for rollouts, maps in zip(watch.rollouts, routers.chosen, strict=True):
+        for index, chosen in enumerate(maps):
+            row = 0
+            for rollout in rollouts[index // layers * 2 :][:2]:  # of this microbatch
+                experts = rollout.experts[:, index % layers].long()
+                assert len(experts) == len(rollout.prompt_tokens) + len(rollout.tokens) - 1
+                expected = torch.zeros(len(experts), 4).scatter(1, experts, 1.0).bool()
+                assert torch.equal(chosen[row : row + len(experts)], expected)
+                row += len(experts)  # the last token is not computed
+            assert row == len(chosen)

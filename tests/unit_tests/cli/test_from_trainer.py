@@ -262,3 +262,11 @@ def test_the_printed_command_runs_with_the_written_file(tmp_path, capsys):
     assert config.scheduler.lr_warmup_fraction == 0.03
     source.write_text("- a\n")
     assert main(["from-trainer", str(source)]) == 1
+
+
+def test_files_of_rewards_are_refused():
+    """With ``beta``, they look like files of preferences."""
+    with pytest.raises(UserError) as refusal:
+        translate({"beta": 0.04, "learning_rate": 1e-6, "num_generations": 8}, 1)
+    for word in ("num_generations=8", "GRPOConfig", "--mode grpo", "grpo.num_generations"):
+        assert word in str(refusal.value)

@@ -250,6 +250,20 @@ CASES = {
             "dataset.seq_length=32",
         ],
     ),
+    "adapters_can_have_the_engines_numbers": (
+        {"grpo": GRPOConfig(exact_rollout=True), "peft": LoRA(dropout=0.1)},
+        1,
+        ["grpo.exact_rollout=True", "peft.dropout=0.1", "set peft.dropout=0"],
+    ),
+    "experts_can_be_replayed": (
+        {
+            "grpo": GRPOConfig(router_replay=True),
+            "model.num_moe_experts": 4,
+            "model.moe_router_fusion": True,
+        },
+        1,
+        ["grpo.router_replay=True", "moe_router_fusion=True", "set model.moe_router_fusion=False"],
+    ),
     "head_fits_the_data": (
         {"model.head": "sequence_classification", "model.num_labels": 1, "dataset": CLASSES},
         1,
@@ -847,6 +861,28 @@ RELATED = [
     (
         {"grpo": GRPOConfig(importance_sampling_correction=True, temperature=0.7)},
         ["grpo.importance_sampling_correction=True needs grpo.temperature=1.0"],
+    ),
+    (
+        {
+            "grpo": GRPOConfig(
+                exact_rollout=True, temperature=0.7, importance_sampling_correction=True
+            ),
+            "model.context_parallel_size": 2,
+            "model.hidden_dropout": 0.1,
+            "model.attention_dropout": 0.1,
+        },
+        [
+            "grpo.exact_rollout=True needs grpo.temperature=1.0",
+            "model.context_parallel_size=1",
+            "model.hidden_dropout=0.0",
+            "model.attention_dropout=0.0",
+            "grpo.importance_sampling_correction=False",
+            "switch exact_rollout off",
+        ],
+    ),
+    (
+        {"grpo": GRPOConfig(router_replay=True)},
+        ["grpo.router_replay=True, but the model has no experts: leave it out"],
     ),
     (
         {"grpo": GRPOConfig(loss_type="ppo")},

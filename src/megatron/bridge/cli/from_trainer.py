@@ -20,6 +20,7 @@ from megatron.bridge.cli.migrate.trainer_defaults import (
     AXOLOTL,
     FRAMEWORKS,
     LLAMA_FACTORY,
+    MARKS_OF_GRPO,
     Framework,
     framework_of,
     to_number,
@@ -167,6 +168,7 @@ def translate(
         UserError: a key is misspelled, or a value is not one that its framework accepts.
     """
     refuse(f"{key!r} is not a name: keys are texts" for key in values if not isinstance(key, str))
+    _refuse_rewards(values)
     run = TrainerRun(framework or framework_of(values))
     names = {_ALIASES.get(key, key): key for key in values}
     given = {
@@ -185,6 +187,16 @@ def translate(
     _set_mode(run)
     run.translation.refuse_out_of_range(EARLY_RANGES)
     return run
+
+
+def _refuse_rewards(values: Mapping[str, Any]) -> None:
+    """Refuse files of TRL's GRPOConfig, whose ``beta`` and ``loss_type`` mean something else in its DPOConfig."""
+    key = next((key for key in values if key in MARKS_OF_GRPO), None)
+    if key is not None:
+        raise UserError(
+            f"{key}={values[key]} is a setting of TRL's GRPOConfig, which this command does not translate: use --mode "
+            "grpo with the settings of the same names, such as grpo.num_generations (docs/grpo.md)"
+        )
 
 
 def _misspelled(values: Mapping[str, Any]) -> list[str]:

@@ -179,7 +179,7 @@ class _ChunkPasses:
         with self._replayed(outputs.experts):
             result = self._forward(*args, **kwargs)
         if labels is None and outputs.logits is not None:
-            return _with_values(result, self._logits_of_rank(outputs.logits, result))
+            return with_values(result, self._logits_of_rank(outputs.logits, result))
         return result
 
     @contextmanager
@@ -297,7 +297,7 @@ class _ChunkPasses:
         losses = self._core_loss(labels, logits)
         if self._loss is None or labels is not self._loss[0]:  # those of multi-token prediction
             return losses
-        return _with_values(losses, self._loss[1])
+        return with_values(losses, self._loss[1])
 
     def take_output(self, index: int, output: Any) -> Any:
         """Keep the output of a layer in the first pass, and return this output in the second one."""
@@ -315,7 +315,7 @@ class _ChunkPasses:
             engine_output = values.recomputed.popleft()
         if engine_output is None:
             return output
-        hidden = _with_values(hidden, engine_output)
+        hidden = with_values(hidden, engine_output)
         return (hidden, *output[1:]) if isinstance(output, tuple) else hidden
 
 
@@ -344,7 +344,8 @@ class _Substitute(torch.autograd.Function):
         return grads[0], None
 
 
-def _with_values(computed: Tensor, values: Tensor) -> Tensor:
+def with_values(computed: Tensor, values: Tensor) -> Tensor:
+    """Return ``values`` with the gradient of ``computed``; both have one shape."""
     output = _Substitute.apply(computed, values)
     assert isinstance(output, Tensor)
     return output

@@ -22,7 +22,7 @@ from megatron.bridge.training.finetune import check_tokenizer
 from megatron.bridge.training.pretrain import pretrain
 from megatron.bridge.training.reinforcement.callback import Rollouts
 from megatron.bridge.training.reinforcement.rewards import load_rewards
-from megatron.bridge.training.reinforcement.step import forward_step
+from megatron.bridge.training.reinforcement.step import PolicyStep
 from megatron.bridge.training.setup import AnyConfig, Callbacks, container_of, resolve_run
 from megatron.bridge.training.state import Run
 from megatron.bridge.utils import distributed
@@ -60,7 +60,8 @@ def grpo(
     resolved = resolve_run(config)
     settings = resolved.config.grpo
     assert settings is not None, "resolving keeps it"
-    rollouts = Rollouts(settings, rewards)
+    forward_step = PolicyStep()
+    rollouts = Rollouts(settings, rewards, forward_step)
     own_callbacks: list[Callback] = [rollouts]
     name = reference_of(resolved.config)
     if name is not None:

@@ -139,7 +139,7 @@ class ExpertReplay(AbstractContextManager["ExpertReplay"]):
     def __init__(self, chunks: Sequence[nn.Module]) -> None:
         self._routers = [router for chunk in chunks for router in routers_of(chunk)]
         for router in self._routers:
-            _check_rules(router.config)
+            check_replay(router.config)
         self.layers = _layers_of_stages([router.layer_number for router in self._routers])
         """Numbers of all layers of the model that have experts."""
         self._choices = [_ReplayedChoice(router.router_replay) for router in self._routers]
@@ -202,11 +202,12 @@ def _layers_of_stages(layers: list[int]) -> list[int]:
     return sorted(layer for layers in layers_of_ranks for layer in layers)
 
 
-def _check_rules(config: Any) -> None:
-    check_routers(config, "router replay")
+def check_replay(config: Any, purpose: str = "router replay") -> None:
+    """Refuse routers that cannot choose given experts; the message begins with ``purpose``."""
+    check_routers(config, purpose)
     if getattr(config, "moe_router_sparsemixer_eps", None) is not None:
         raise UserError(
-            f"router replay does not work with moe_router_sparsemixer_eps={config.moe_router_sparsemixer_eps}, whose "
+            f"{purpose} does not work with moe_router_sparsemixer_eps={config.moe_router_sparsemixer_eps}, whose "
             "weights are those of its own choice: leave out the recorded experts"
         )
 

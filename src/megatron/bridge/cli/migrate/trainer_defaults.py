@@ -93,6 +93,11 @@ LLAMA_FACTORY = Framework(
     {"dataset.train_on": "assistant", "dataset.truncation": "right"},
     {"lora_r": 8, "lora_dropout": 0.0, "lora_target": "all"},
 )
+MARKS_OF_GRPO = frozenset(
+    {"num_generations", "max_completion_length", "generation_batch_size", "steps_per_generation"}
+    | {"num_iterations", "scale_rewards", "reward_weights", "epsilon_high"}
+)
+"""Keys of TRL's GRPOConfig that none of the frameworks has."""
 FRAMEWORKS = {
     "trainer": TRAINER,
     "trl-sft": TRL_SFT,

@@ -51,7 +51,9 @@ def microbatches_of(
     Besides the keys of every packed batch they have, for each token [1, tokens] and 0 outside of completions:
     ``token_weights``, ``advantages``, ``sequence_lengths`` (tokens in the loss of the sequence, at least 1),
     ``places`` (of tokens in the loss, the index in a flat tensor of all completions of the step, else -1), and where
-    they are known ``old_log_probs``, ``reference_log_probs`` and ``corrections``.
+    they are known ``sampler_log_probs``, ``old_log_probs``, ``reference_log_probs`` and ``corrections``.
+    For ``RolloutReplay`` they have ``prompt_lengths``, tokens of the prompt of each sequence, and with
+    ``grpo.router_replay`` ``experts`` [1, tokens, layers with experts, topk], -1 where routers choose.
     """
     lengths = [rollout.trained_tokens for rollout in step.rollouts]
     weights = token_weights(lengths, shape.micro_batch_size, step.mean_tokens, settings)
@@ -89,6 +91,7 @@ def _make_batch(
             *_known_log_probs(rollouts[chosen[0]], settings),
         )
     }
+    experts = _unset_experts(rollouts[chosen[0]], bounds[-1], settings)
     values["sequence_lengths"] = torch.ones(bounds[-1], device="cpu")
     places = torch.full((bounds[-1],), -1, dtype=torch.int64, device="cpu")
     for bound, end, index in zip(bounds[:-1], bounds[1:], chosen, strict=True):
@@ -99,6 +102,8 @@ def _make_batch(
         # also outside of completions, so that tensors of sequences can be read at any token
         values["advantages"][bound:end] = rollout.advantage
         values["sequence_lengths"][bound:end] = max(rollout.trained_tokens, 1)
+        if experts is not None and rollout.experts is not None:
+            experts[bound : bound + len(rollout.experts)] = rollout.experts
         if not rollout.is_trained:
             continue
         values["token_weights"][span] = weights[index]
@@ -106,11 +111,21 @@ def _make_batch(
         for name, log_probs in _known_log_probs(rollout, settings).items():
             values[name][span] = log_probs
     tensors = {name: row[name] for name in TOKEN_KEYS} | values | {"places": places}
+    if experts is not None:
+        tensors["experts"] = experts
     return {name: value.unsqueeze(0) for name, value in tensors.items()} | {
         "attention_mask": None,
         "cu_seqlens": row["cu_seqlens"],
         "max_seqlen": int(np.diff(bounds).max()),
+        "prompt_lengths": [len(rollouts[index].prompt_tokens) for index in chosen],
     }
+
+
+def _unset_experts(rollout: Rollout, tokens: int, settings: GRPOConfig) -> Tensor | None:
+    """Experts for the tokens of a row, -1, which padding keeps; None without replay."""
+    if not settings.router_replay or rollout.experts is None:
+        return None
+    return torch.full((tokens, *rollout.experts.shape[1:]), -1, dtype=torch.int16, device="cpu")
 
 
 def _sample_of(rollout: Rollout) -> Sample:
@@ -122,6 +137,8 @@ def _sample_of(rollout: Rollout) -> Sample:
 def _known_log_probs(rollout: Rollout, settings: GRPOConfig) -> dict[str, Tensor]:
     """What is known of the tokens of a completion, by the key of a batch."""
     known: dict[str, Tensor] = {}
+    if settings.knows_sampler_log_probs:
+        known["sampler_log_probs"] = rollout.sampler_log_probs
     if rollout.old_log_probs is not None:
         known["old_log_probs"] = rollout.old_log_probs
         if settings.importance_sampling_correction:

@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """What training on rewards does before each step: generate, score, and fill the batches of the step."""
 
+import math
 from collections import deque
 from collections.abc import Sequence
+from contextlib import ExitStack
 from typing import Any
 
 import numpy as np
@@ -15,11 +17,13 @@ from megatron.bridge.checkpoint.collective import on_first_rank
 from megatron.bridge.data.finetuning.rows import EpochRows
 from megatron.bridge.training.callbacks.base import Callback
 from megatron.bridge.training.config.blocks.reinforcement import GRPOConfig
+from megatron.bridge.training.optim.optimizer import gathered_params
 from megatron.bridge.training.reinforcement.batches import (
     BatchShape,
     StepRollouts,
     microbatches_of,
 )
+from megatron.bridge.training.reinforcement.replay import RolloutReplay
 from megatron.bridge.training.reinforcement.rewards import (
     RewardFunction,
     ScoredCompletion,
@@ -29,14 +33,19 @@ from megatron.bridge.training.reinforcement.rollouts import (
     Generation,
     PromptStream,
     Rollout,
+    engine_config,
     generate_rollouts,
 )
 from megatron.bridge.training.reinforcement.samples import CompletionSamples
 from megatron.bridge.training.reinforcement.scoring import score_completions
+from megatron.bridge.training.reinforcement.step import PolicyStep
 from megatron.bridge.training.state import Run
 from megatron.bridge.utils import distributed
 from megatron.bridge.utils.console import print_rank_0
 from megatron.bridge.utils.distributed import broadcast_object
+from megatron.bridge.utils.errors import UserError
+
+ROW_MULTIPLE = 8  # of the rows that the engine computes together
 
 
 class RefilledBatches:
@@ -64,11 +73,16 @@ class Rollouts(Callback):
     Args:
         settings: The settings of the run.
         rewards: The reward functions, which the first rank calls.
+        forward_step: The forward step of the run.
     """
 
-    def __init__(self, settings: GRPOConfig, rewards: list[RewardFunction]) -> None:
+    def __init__(
+        self, settings: GRPOConfig, rewards: list[RewardFunction], forward_step: PolicyStep
+    ) -> None:
         self._settings = settings
         self._rewards = rewards
+        self._forward_step = forward_step
+        self._step_contexts = ExitStack()  # around the passes of a step
         self.reference: list[MegatronModule] | None = None
         """The chunks of a second model; None where there is none."""
         self._prompts: PromptStream | None = None
@@ -104,6 +118,14 @@ class Rollouts(Callback):
         self._batches = [RefilledBatches() for _ in context.model]
         context.train_batches = list(self._batches)
         self._samples = on_first_rank(lambda: CompletionSamples.of(context))
+        settings = self._settings
+        if settings.exact_rollout or settings.router_replay:
+            self._forward_step.replay = RolloutReplay(
+                context.model,
+                engine_config(context, settings),
+                is_exact=settings.exact_rollout,
+                replays_experts=settings.router_replay,
+            )
         self._restore(context)
 
     def _restore(self, run: Run) -> None:
@@ -120,24 +142,61 @@ class Rollouts(Callback):
             )
             self._generation = None
             self._steps = 0
+        if self._lacks_experts:
+            print_rank_0(
+                "note: the completions of the checkpoint have no experts, which grpo.router_replay=True "
+                "needs: they are generated again"
+            )
+            self._generation = None
+            self._steps = 0
+
+    @property
+    def _lacks_experts(self) -> bool:
+        if self._generation is None or not self._settings.router_replay:
+            return False
+        return any(rollout.experts is None for rollout in self._generation.rollouts)
 
     def on_train_step_start(self, context: Run) -> None:
         if self._generation is None:
             self._generation = self._generate(context)
             self._steps = 0
         step = self._steps_rollouts(context)[self._steps % self._settings.steps_per_generation]
-        microbatches = microbatches_of(step, _shape_of(context), self._settings)
+        microbatches = microbatches_of(step, _shape_of(context, self._settings), self._settings)
         for batches in self._batches:
             batches.refill(microbatches)
+        self._forward_step.mismatch.clear()
+        replay = self._forward_step.replay
+        if replay is not None:
+            if replay.is_exact:  # its first pass does not wait for weights that are being gathered
+                self._step_contexts.enter_context(gathered_params(context.model))
+            self._step_contexts.enter_context(replay)
 
     def on_grads_ready(self, context: Run) -> None:
         """Add the means of the generation to the losses of the step, which are then logged."""
         assert self._generation is not None, "the step has begun"
+        self._step_contexts.close()
+        if self._steps == 0:  # later steps have other weights than the engine had
+            self._measure_mismatch(self._generation)
         for report in context.reports:
             for name, value in self._generation.metrics.items():
                 report[name] = torch.tensor([value, 1.0], dtype=torch.float64).to(
                     torch.cuda.current_device()
                 )
+
+    def _measure_mismatch(self, generation: Generation) -> None:
+        """Compare the log-probabilities of the first step of a generation with those of the engine."""
+        values = self._forward_step.mismatch.reduce()
+        if values is None:
+            return
+        mean, highest = values
+        generation.metrics["sampler mismatch"] = mean
+        generation.metrics["sampler mismatch max"] = highest
+        if self._settings.exact_rollout and highest > 0:
+            raise UserError(
+                "grpo.exact_rollout=True, but log-probabilities of training and of the engine differ by up to "
+                f"{highest:.3g}: results of the engine depend on the batch for this model or device, "
+                "set grpo.exact_rollout=False"
+            )
 
     def on_train_step_end(self, context: Run) -> None:
         self._steps += 1
@@ -146,6 +205,7 @@ class Rollouts(Callback):
             self._steps = 0
 
     def close(self, context: Run) -> None:
+        self._step_contexts.close()
         if self._samples is not None:
             self._samples.close()
 
@@ -183,10 +243,14 @@ class Rollouts(Callback):
         if not settings.needs_old_log_probs and not has_reference:
             return
         for step in self._steps_rollouts(run):
-            batches = microbatches_of(step, _shape_of(run), settings)
+            batches = microbatches_of(step, _shape_of(run, settings), settings)
             tokens = step.starts[-1]
-            if settings.needs_old_log_probs:
-                old = score_completions(run, batches, tokens)
+            if settings.needs_old_log_probs and settings.exact_rollout:
+                for rollout in step.rollouts:
+                    rollout.old_log_probs = rollout.sampler_log_probs
+            elif settings.needs_old_log_probs:
+                replay = self._forward_step.replay
+                old = score_completions(run, batches, tokens, replay=replay)
                 _store(step, "old_log_probs", old)
             if has_reference:
                 scores = score_completions(
@@ -195,8 +259,17 @@ class Rollouts(Callback):
                     tokens,
                     self.reference,
                     without_adapters=self.reference is None,
+                    replay=self._reference_replay(run),
                 )
                 _store(step, "reference_log_probs", scores)
+
+    def _reference_replay(self, run: Run) -> RolloutReplay | None:
+        """The engine's numbers for the reference, too: equal weights then have a divergence of exactly 0."""
+        if not self._settings.exact_rollout:
+            return None
+        chunks = run.model if self.reference is None else self.reference
+        engine = engine_config(run, self._settings)
+        return RolloutReplay(chunks, engine, is_exact=True, replays_experts=False)
 
 
 def _store(step: StepRollouts, name: str, scores: Tensor) -> None:
@@ -206,11 +279,14 @@ def _store(step: StepRollouts, name: str, scores: Tensor) -> None:
         setattr(rollout, name, scores[start:end].clone())
 
 
-def _shape_of(run: Run) -> BatchShape:
+def _shape_of(run: Run, settings: GRPOConfig) -> BatchShape:
     dataset: Any = run.config.dataset
+    multiple: int = dataset.sequence_multiple
+    if settings.exact_rollout and run.config.model.sequence_parallel:
+        multiple = math.lcm(multiple, ROW_MULTIPLE)
     return BatchShape(
         micro_batch_size=run.config.train.micro_batch_size,
-        multiple=dataset.sequence_multiple,
+        multiple=multiple,
         padding=run.tokenizer.eod,
         rank=parallel_state.get_data_parallel_rank(),
         ranks=parallel_state.get_data_parallel_world_size(),
@@ -238,6 +314,8 @@ def pack_generation(generation: Generation) -> dict[str, Any]:
     for name in _LOG_PROBS:
         parts = [getattr(rollout, name) for rollout in rollouts]
         packed[name] = None if parts[0] is None else torch.cat(parts)
+    experts = [rollout.experts for rollout in rollouts if rollout.experts is not None]
+    packed["experts"] = torch.cat(experts) if experts else None
     return packed
 
 
@@ -261,6 +339,11 @@ def unpack_generation(packed: dict[str, Any]) -> Generation:
             continue
         for rollout, part in zip(rollouts, packed[name].split(lengths), strict=True):
             setattr(rollout, name, part.clone())
+    experts = packed.get("experts")
+    if experts is not None:
+        computed = [len(rollout.prompt_tokens) + len(rollout.tokens) - 1 for rollout in rollouts]
+        for rollout, part in zip(rollouts, experts.split(computed), strict=True):
+            rollout.experts = part.clone()
     return Generation(rollouts, packed["metrics"])
 
 

@@ -22,7 +22,7 @@ from megatron.bridge.data.records.chat_template import template_text
 from megatron.bridge.data.records.end_tokens import end_of_turn, end_tokens
 from megatron.bridge.data.tokenizer import HuggingFaceTokenizer
 from megatron.bridge.inference.engine import Engine, EngineConfig, InferenceJob
-from megatron.bridge.inference.requests import NOT_FINITE, Sampling
+from megatron.bridge.inference.requests import NOT_FINITE, Completion, Sampling
 from megatron.bridge.models.chunk_info import evaluation_mode
 from megatron.bridge.training.config import ConfigContainer
 from megatron.bridge.training.config.blocks.reinforcement import GRPOConfig
@@ -44,9 +44,12 @@ class Rollout:
     tokens: list[int]  # including the token that ends it
     advantage: float
     is_trained: bool  # False for truncated completions that are left out of the loss
-    sampler_log_probs: Tensor  # as the engine returned them, of the distribution without truncation
+    # as the engine returned them, of the distribution without truncation and temperature
+    sampler_log_probs: Tensor
     old_log_probs: Tensor | None = None  # by the training pass, before the first step
     reference_log_probs: Tensor | None = None
+    # experts that the engine chose, integers [tokens of prompt and completion - 1, layers with experts, topk]
+    experts: Tensor | None = None
 
     @property
     def trained_tokens(self) -> int:
@@ -190,6 +193,7 @@ def _complete(
             seed=seed,
             n=settings.num_generations,
             logprobs=0,
+            routed_experts=settings.router_replay,
         )
         try:
             groups.append(_Group(prompt, engine.submit(prompt.tokens, sampling), []))
@@ -223,9 +227,19 @@ def _make_rollouts(groups: list[_Group], scores: Scores, settings: GRPOConfig) -
                 advantage=advantage,
                 is_trained=not (is_truncated and settings.mask_truncated_completions),
                 sampler_log_probs=torch.tensor(log_probs, dtype=torch.float32, device="cpu"),
+                experts=_experts_of(completion),
             )
         )
     return rollouts
+
+
+def _experts_of(completion: Completion) -> Tensor | None:
+    """The experts of a completion in a type that all operations of PyTorch know."""
+    experts = completion.routed_experts
+    if experts is None:
+        return None
+    is_small = experts.dtype.itemsize == 1
+    return torch.from_numpy(experts if is_small else experts.astype("int16"))
 
 
 def _metrics(

@@ -15,6 +15,7 @@ from megatron.bridge.checkpoint.model_io import unwrap
 from megatron.bridge.models.chunk_info import evaluation_mode
 from megatron.bridge.peft.lora import LoRA
 from megatron.bridge.training.optim.optimizer import gathered_params
+from megatron.bridge.training.reinforcement.replay import RolloutReplay
 from megatron.bridge.training.reinforcement.step import run_chunk
 from megatron.bridge.training.state import BatchIterator, LossFunction, Run
 from megatron.bridge.training.step.losses import LossReport
@@ -27,6 +28,7 @@ def score_completions(
     tokens: int,
     reference: Sequence[MegatronModule] | None = None,
     without_adapters: bool = False,
+    replay: RolloutReplay | None = None,
 ) -> Tensor:
     """Log-probabilities of the completions of a step, equal on all ranks, which must all call this.
 
@@ -36,6 +38,7 @@ def score_completions(
         tokens: Tokens of all completions of the step.
         reference: Chunks of another model in the same layout; None is the model of the run.
         without_adapters: Switch the adapters of the run off.
+        replay: What the pass repeats of the generation, for the chunks that are scored.
 
     Returns:
         fp32 [tokens] on the host, 0 for tokens outside of the loss.
@@ -47,7 +50,7 @@ def score_completions(
     def score_step(
         data_iterator: BatchIterator, model: MegatronModule
     ) -> tuple[Tensor, LossFunction]:
-        batch, output = run_chunk(next(data_iterator), model, settings.temperature)
+        batch, output = run_chunk(next(data_iterator), model, settings.temperature, replay)
 
         def keep(scored: Tensor) -> tuple[Tensor, Tensor, LossReport]:
             places = batch["places"].flatten()
@@ -63,6 +66,8 @@ def score_completions(
         contexts.enter_context(torch.no_grad())
         contexts.enter_context(gathered_params(run.model))
         contexts.enter_context(evaluation_mode(chunks))
+        if replay is not None:
+            contexts.enter_context(replay)
         for chunk in chunks if without_adapters else []:
             contexts.enter_context(_disabled_adapters(run, chunk))
         run.schedule(

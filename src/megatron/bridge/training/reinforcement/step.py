@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The forward step: log-probabilities of completions, and the loss of a microbatch."""
 
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -20,6 +21,7 @@ from megatron.bridge.training.distillation.step import model_inputs
 from megatron.bridge.training.dpo import answer_of_token, sum_by_answer
 from megatron.bridge.training.gpt_step import cut_sequences, on_device
 from megatron.bridge.training.reinforcement.losses import CompletionTokens, policy_losses
+from megatron.bridge.training.reinforcement.replay import RolloutReplay, SamplerMismatch
 from megatron.bridge.training.state import BatchIterator, LossFunction, Run
 from megatron.bridge.training.step.losses import LossReport
 from megatron.bridge.training.step.trained_tokens import trained_logit_arguments, trained_places
@@ -33,6 +35,11 @@ class PolicyStep:
 
     learns_from_rewards = True
 
+    def __init__(self) -> None:
+        self.replay: RolloutReplay | None = None
+        """What passes repeat of the generation; None for nothing."""
+        self.mismatch = SamplerMismatch()
+
     def __call__(
         self, run: Run, data_iterator: BatchIterator, model: MegatronModule
     ) -> tuple[Tensor, LossFunction]:
@@ -42,38 +49,62 @@ class PolicyStep:
         """
         settings = run.config.grpo
         assert settings is not None, "grpo is not set"
-        batch, output = run_chunk(next(data_iterator), model, settings.temperature)
-        return output, partial(policy_loss, settings, batch)
+        batch, output = run_chunk(next(data_iterator), model, settings.temperature, self.replay)
+        return output, partial(self._compute_loss, settings, batch)
 
-
-forward_step = PolicyStep()
+    def _compute_loss(
+        self, settings: GRPOConfig, batch: dict[str, Any], scores: Tensor
+    ) -> tuple[Tensor, Tensor, LossReport]:
+        if "sampler_log_probs" in batch:
+            sampler_log_probs = batch["sampler_log_probs"].flatten()
+            self.mismatch.add(scores[0], sampler_log_probs, batch["loss_mask"].flatten())
+        return policy_loss(settings, batch, scores)
 
 
 def run_chunk(
-    host_batch: dict[str, Any], model: MegatronModule, temperature: float
+    host_batch: dict[str, Any],
+    model: MegatronModule,
+    temperature: float,
+    replay: RolloutReplay | None = None,
 ) -> tuple[dict[str, Any], Tensor]:
     """Run one chunk on a microbatch of ``microbatches_of``.
 
     This is the only place where the training pass computes log-probabilities: also those at generation and those of
-    the reference. A pass with the numbers of the engine, bit for bit, or with its choice of experts, goes here.
+    the reference.
+
+    Args:
+        host_batch: The microbatch.
+        model: The chunk.
+        temperature: Divides the logits; 1 with the engine's numbers.
+        replay: What the pass repeats of the generation, in its context.
 
     Returns:
         The part of the batch of this context-parallel rank, on its device; and the output of the chunk. On the last
         stage that is fp32 [2, tokens]: log-probabilities and entropies, 0 for tokens outside of the loss.
     """
-    batch = cut_sequences(on_device(host_batch))
+    tensors = dict(host_batch)
+    prompt_lengths = tensors.pop("prompt_lengths")
+    batch = cut_sequences(on_device(tensors))
+    experts = batch.pop("experts", None)
     inputs = model_inputs(batch, model)
-    places = trained_places(model, host_batch)
+    is_exact = replay is not None and replay.is_exact
+    # the engine computes the logits of all tokens
+    places = None if is_exact else trained_places(model, host_batch)
     if places is not None:
-        logits = model(**inputs, **trained_logit_arguments(places))
-    else:
+        inputs |= trained_logit_arguments(places)
+    with nullcontext() if replay is None else replay.microbatch(prompt_lengths, experts):
         output = model(**inputs)
+    if places is not None:
+        logits = output
+    else:
         if not unwrap(model).post_process:
             return batch, output
         places = batch["loss_mask"].flatten().nonzero().flatten()
         logits = output.flatten(0, 1).index_select(0, places)
     labels = batch["labels"].flatten().index_select(0, places)
     scores = score_tokens(logits, labels, temperature)
+    if replay is not None and replay.is_exact:
+        scores = torch.stack((replay.engine_log_probs(scores[0], logits, labels), scores[1]))
     placed = scores.new_zeros(2, batch["labels"].numel())
     return batch, placed.index_copy(1, places, scores)
 

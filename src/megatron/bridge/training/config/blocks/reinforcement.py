@@ -135,6 +135,14 @@ class GRPOConfig:
     importance_sampling_clip_min: Annotated[float | None, AT_LEAST_ZERO] = None
     """Lower limit of that ratio; None is none."""
 
+    exact_rollout: bool = False
+    """Compute the training pass with the numbers of the engine, bit for bit. Log-probabilities at
+    generation are then those of the engine, without a pass of their own, and the ratio of the first
+    step is exactly 1. Each microbatch takes one more forward pass. For CPUs."""
+    router_replay: bool = False
+    """For models with experts: choose the experts of each token that the engine chose when it
+    generated (https://arxiv.org/abs/2510.11370). The reference chooses its own."""
+
     kv_memory: Annotated[int, ABOVE_ZERO] = 4 << 30
     """Bytes for the caches of generation on each rank. They exist only while it generates."""
     max_requests: Annotated[int, AT_LEAST_ONE] = 128
@@ -152,3 +160,8 @@ class GRPOConfig:
         """Whether a step trains on completions of earlier weights, or corrects for another engine."""
         is_reused = self.num_iterations * self.steps_per_generation > 1
         return is_reused or self.importance_sampling_correction
+
+    @property
+    def knows_sampler_log_probs(self) -> bool:
+        """Whether the engine's log-probabilities, which know no temperature, are those of the loss."""
+        return self.temperature == 1.0

@@ -3,6 +3,7 @@
 
 from collections.abc import Iterator
 
+from megatron.bridge.backends.moe.router_replay import check_replay
 from megatron.bridge.data.config import (
     ClassificationDatasetConfig,
     EmbeddingDatasetConfig,
@@ -14,6 +15,7 @@ from megatron.bridge.data.config import (
 )
 from megatron.bridge.training.config.resolve.data import has_tower, tuning_parts
 from megatron.bridge.training.config.run_config import RunConfig
+from megatron.bridge.utils.errors import UserError
 
 OF_HEADS = (
     ClassificationDatasetConfig,
@@ -149,6 +151,33 @@ def completions_make_whole_groups(config: RunConfig, world_size: int) -> Iterato
             f"dataset.seq_length={length}: increase dataset.seq_length and model.seq_length, or lower "
             "max_completion_length"
         )
+
+
+def adapters_can_have_the_engines_numbers(config: RunConfig, world_size: int) -> Iterator[str]:
+    """The engine generates without dropout."""
+    dropout = getattr(config.peft, "dropout", 0.0)
+    if config.grpo is not None and config.grpo.exact_rollout and dropout:
+        yield (
+            f"grpo.exact_rollout=True does not work with peft.dropout={dropout}: set peft.dropout=0, or switch "
+            "exact_rollout off"
+        )
+
+
+def experts_can_be_replayed(config: RunConfig, world_size: int) -> Iterator[str]:
+    """Routers choose given experts; passes with the engine's numbers give them the engine's."""
+    grpo = config.grpo
+    model = config.model
+    if grpo is None:
+        return
+    if grpo.router_replay and not model.num_moe_experts:
+        yield "grpo.router_replay=True, but the model has no experts: leave it out"
+    if not model.num_moe_experts or not (grpo.router_replay or grpo.exact_rollout):
+        return
+    purpose = "grpo.router_replay=True" if grpo.router_replay else "grpo.exact_rollout=True"
+    try:
+        check_replay(model, purpose)
+    except UserError as error:
+        yield str(error)
 
 
 def adapters_can_be_switched_off(config: RunConfig, world_size: int) -> Iterator[str]:

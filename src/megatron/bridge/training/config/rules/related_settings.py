@@ -165,6 +165,19 @@ REQUIREMENTS = [
         needs=[Equals("grpo.temperature", 1.0)],
         remedy="set that, or switch the correction off",
     ),
+    Requirement(
+        On("grpo.exact_rollout"),
+        needs=[
+            Equals("grpo.temperature", 1.0),
+            Equals("model.context_parallel_size", 1),
+            Equals("model.hidden_dropout", 0.0),
+            Equals("model.attention_dropout", 0.0),
+            Equals("model.fp8", None),
+            # its ratios are exactly 1
+            Equals("grpo.importance_sampling_correction", False),
+        ],
+        remedy="set that, or switch exact_rollout off",
+    ),
     # the other texts of a microbatch are what a query is told apart from
     Requirement(
         Equals("model.head", "embedding"),
