@@ -60,7 +60,7 @@ EXPERTS = {
 }
 DENSE = {
     name: value for name, value in EXPERTS.items() if "experts" not in name and "moe" not in name
-} | {"num_hidden_layers": 4}
+} | {"num_hidden_layers": 4, "vocab_size": VOCABULARY + 8}  # more than the tokenizer has
 REWARDS = {"reward_funcs": [f"{__name__}:odd_share", f"{__name__}:close_to"]}
 
 
@@ -403,7 +403,8 @@ def test_ratio_of_the_first_step_is_exactly_one(places, model, precision):
     usual = alone(
         places, {**EXACT, "exact_rollout": False}, model=model, precision=precision, steps=1
     )
-    assert 0 < usual.steps[0]["sampler mismatch"] < usual.steps[0]["sampler mismatch max"] < 0.2
+    limit = 1e-4 if precision == "fp32" else 0.2
+    assert 0 < usual.steps[0]["sampler mismatch"] < usual.steps[0]["sampler mismatch max"] < limit
     assert usual.rollouts[0][0].tokens == exact.rollouts[0][0].tokens
     tolerance = 1e-3 if precision == "fp32" else 0.1
     assert exact.steps[0]["grad norm"] == pytest.approx(usual.steps[0]["grad norm"], rel=tolerance)
@@ -488,3 +489,22 @@ def test_experts_of_the_rollout_are_replayed(places, exact, replay):
                 assert torch.equal(chosen[row : row + len(experts)], expected)
                 row += len(experts)  # the last token is not computed
             assert row == len(chosen)
+
+
+REPLAY = {"router_replay": True, "num_iterations": 2}
+
+
+def replay_with_other_routers(root, layout=None):
+    """Two steps on one generation, the second one with routers that would choose other experts."""
+    start = run if layout else alone
+    options = {"layout": layout} if layout else {}
+    return start(
+        root, REPLAY, model="experts", steps=2, callbacks=[OtherRouters()], **options
+    ).steps
+
+
+def test_context_parallel_ranks_replay_their_parts(places, two_workers):
+    expected = replay_with_other_routers(places)
+    for rank in two_workers.run(replay_with_other_routers, places, LAYOUTS["cp2"]):
+        for found, wanted in zip(rank, expected, strict=True):
+            assert found == pytest.approx(wanted, rel=2e-5, abs=4e-6)

@@ -155,7 +155,7 @@ def engine_config(run: Run, settings: GRPOConfig) -> EngineConfig:
     """
     return EngineConfig(
         max_context=run.config.dataset.seq_length,
-        vocabulary=run.tokenizer.vocab_size,
+        vocabulary=run.config.model.vocab_size,  # that of the loss, which may be larger than the tokenizer's
         ends=end_ids(run.config, run.tokenizer),
         kv_memory=settings.kv_memory,
         max_requests=settings.max_requests,
