@@ -153,9 +153,11 @@ def engine_config(run: Run, settings: GRPOConfig) -> EngineConfig:
 
     Weights are not packed on CPUs: that replaces their memory, which is a part of the buffers of the optimizer.
     """
+    vocabulary = run.config.model.vocab_size
+    assert vocabulary is not None, "a run has resolved the vocabulary"
     return EngineConfig(
         max_context=run.config.dataset.seq_length,
-        vocabulary=run.config.model.vocab_size,  # that of the loss, which may be larger than the tokenizer's
+        vocabulary=vocabulary,  # that of the loss, which may be larger than the tokenizer's
         ends=end_ids(run.config, run.tokenizer),
         kv_memory=settings.kv_memory,
         max_requests=settings.max_requests,
