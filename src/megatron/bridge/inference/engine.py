@@ -455,8 +455,8 @@ class Engine(AbstractContextManager["Engine"]):
         assert self.config.speculation is not None
         limit = self.config.speculation.num_speculative_tokens
         for text in (text for lane in self.lanes for text in lane.running if text.is_decoding):
-            most = min(limit, text.most_drafts)
-            text.drafts = self._drafter.propose(text, most) if most else []
+            most_drafts = min(limit, text.most_drafts)
+            text.drafts = self._drafter.propose(text, most_drafts) if most_drafts else []
 
     def _draft_with_model(self, drafter: MtpDrafter, plans: Sequence[StepPlan]) -> None:
         """Make the drafts of the texts that got a token in this step and go on."""
@@ -465,10 +465,12 @@ class Engine(AbstractContextManager["Engine"]):
         drafting: list[list[tuple[ScheduledText, int]]] = []
         for lane, plan in zip(self.lanes, plans, strict=True):
             texts = {id(work.text): work.text for work in plan.work if work.text.is_decoding}
-            wanted = [(text, min(limit, text.most_drafts)) for text in texts.values()]
-            drafting.append(
-                [(text, lane.reserve_drafts(text, most)) for text, most in wanted if most]
-            )
+            reserved: list[tuple[ScheduledText, int]] = []
+            for text in texts.values():
+                most_drafts = min(limit, text.most_drafts)
+                if most_drafts:
+                    reserved.append((text, lane.reserve_drafts(text, most_drafts)))
+            drafting.append(reserved)
 
         def output_of(text: ScheduledText, row: int) -> RowOutput:
             job = self._jobs[id(text)]

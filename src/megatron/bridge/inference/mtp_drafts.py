@@ -98,20 +98,20 @@ class MtpDrafter:
         hidden = self._hidden
         self._hidden = None
         for index in range(self._most):
-            wanted = [[text for text, most in texts if most > index] for texts in drafting]
-            if index and not any(wanted):
+            drafted_texts = [[text for text, most in texts if most > index] for texts in drafting]
+            if index and not any(drafted_texts):
                 return
             hidden = self._run_layer(rows, hidden, index)
-            last_rows = {id(row.text): number for number, row in enumerate(rows)}
-            sampled = [last_rows[id(text)] for text in wanted[lane]]
-            tokens = self._sample(hidden, sampled, wanted, lane, output_of)
+            last_rows = {id(known.text): row for row, known in enumerate(rows)}
+            sampled = [last_rows[id(text)] for text in drafted_texts[lane]]
+            tokens = self._sample(hidden, sampled, drafted_texts, lane, output_of)
             for text, token in zip(
-                (text for texts in wanted for text in texts), tokens, strict=True
+                (text for texts in drafted_texts for text in texts), tokens, strict=True
             ):
                 text.drafts.append(token)
             rows = [
                 _Row(text, row, len(text.tokens) - 1 + index)
-                for text, row in zip(wanted[lane], sampled, strict=True)
+                for text, row in zip(drafted_texts[lane], sampled, strict=True)
             ]
 
     def _run_layer(self, rows: Sequence[_Row], hidden: Tensor | None, drafts: int) -> Tensor | None:
@@ -142,19 +142,19 @@ class MtpDrafter:
         self,
         hidden: Tensor | None,
         rows: Sequence[int],
-        wanted: Sequence[Sequence[ScheduledText]],
+        drafted_texts: Sequence[Sequence[ScheduledText]],
         lane: int,
         output_of: Callable[[ScheduledText, int], RowOutput],
     ) -> list[int]:
-        """Return one token for each of the ``wanted`` texts of all lanes; ``rows`` are those of this lane."""
+        """Return one token for each of the texts of all lanes in ``drafted_texts``; ``rows`` are those of this lane."""
         table = None
         if hidden is not None:
             # expert-parallel ranks need no collectives here, so a lane without texts computes nothing
             logits = self._logits(hidden, rows) if rows else None
             if logits is not None and is_sampling_rank():
-                outputs = [output_of(text, row) for row, text in enumerate(wanted[lane])]
+                outputs = [output_of(text, row) for row, text in enumerate(drafted_texts[lane])]
                 table = choose_outputs(logits, outputs, FIXED)
-        counts = [len(texts) for texts in wanted]
+        counts = [len(texts) for texts in drafted_texts]
         results = share(table, sum(counts), FIXED, sum(counts[:lane]), self._state.device)
         tokens = results[:, 0].nan_to_num(posinf=0.0).long().clamp(0, self._vocabulary - 1)
         return tokens.tolist()
