@@ -20,7 +20,7 @@ WHOLE_PROGRAMS = {"launchers", "project", "recipes", "tutorials"}
 """Folders of functional tests that start commands as users do."""
 
 
-SHARE = 4
+SHARE = 7
 """Of tests with the marker ``sampled``, one in this many runs."""
 
 

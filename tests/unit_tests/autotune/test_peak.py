@@ -61,6 +61,7 @@ def within_bars(estimate, measured):
     return 0.97 * measured <= estimate <= 1.08 * measured
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(("family", "layers", "values", "stage"), CASES)
 def test_peak_is_that_of_a_real_stage(monkeypatch, family, layers, values, stage):
     monkeypatch.setattr(eager, "CHUNK", 1 << 13)  # a block of logits would be all logits of a toy
@@ -71,6 +72,7 @@ def test_peak_is_that_of_a_real_stage(monkeypatch, family, layers, values, stage
     assert within_bars(estimate, peak(config, stage, 8))
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("family", "values"),
     [("llama", {}), ("llama", FULL), ("qwen3_moe", {}), ("qwen3_moe", FULL), ("nemotron_h", {})],

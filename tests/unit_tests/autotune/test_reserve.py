@@ -54,6 +54,7 @@ def resolved(world_size, values):
     )
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("name", CASES)
 def test_communicators_are_those_of_a_real_step(monkeypatch, name):
     """Ranks meet in the group of all of them when they start; a message outside a batch connects two ranks."""

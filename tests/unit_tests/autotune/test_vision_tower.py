@@ -86,6 +86,7 @@ def test_counts_are_those_of_a_real_tower(name):
     assert counts.kept + counts.working == pytest.approx(live.peak * scale, rel=0.01)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("name", NAMES)
 def test_operations_are_those_of_a_real_tower(name):
     meta, tower = towers(name)

@@ -45,6 +45,7 @@ print(record.losses, record.grad_norms, hasattr(swiglu, "_torchdynamo_orig_calla
 """
 
 
+@pytest.mark.sampled
 def test_order_of_imports_changes_nothing():
     """Frameworks import Megatron-Core before the bridge."""
     losses = [

@@ -105,6 +105,7 @@ def test_operations_are_all_of_a_takeover(tmp_path, left_behind, contender):
     ]
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("released", [False, True])
 @pytest.mark.parametrize("first", range(OPERATIONS))
 def test_however_takeovers_interleave_one_gets_it(

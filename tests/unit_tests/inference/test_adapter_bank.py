@@ -111,6 +111,7 @@ def assert_close(found, expected):
         assert logprobs == pytest.approx(close, abs=1e-4)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("layout", [{"tp": 2}, {"pp": 2}])
 def test_two_ranks(model_dir, adapters, layout):  # noqa: F811
     with LLM(str(model_dir), adapters=adapters, **OPTIONS) as llm:

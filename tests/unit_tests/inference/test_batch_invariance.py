@@ -86,6 +86,7 @@ def together(model, config, requests, seed):
     return [jobs[index].completion for index in range(len(requests))]
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("schedules", [2, pytest.param(144, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     ("name", "dtype"),

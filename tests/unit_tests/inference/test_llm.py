@@ -552,6 +552,7 @@ def test_a_script_takes_the_options_of_the_api(model_dir, tmp_path, capsys):
         script("scripts/inference/text_generation.py")(["--prompt", "x"])
 
 
+@pytest.mark.sampled
 def test_a_script_asks_for_all_prompts_at_once(model_dir, capsys):
     prompts, run = ["The gentle", "Once"], script("scripts/inference/async_text_generation.py")
     options = ["--hf_model_path", str(model_dir), "--prompt", prompts[0], "--prompt", prompts[1]]

@@ -154,6 +154,7 @@ def post(address, path, **body):
         return json.load(error)["error"]
 
 
+@pytest.mark.sampled
 @SERVER
 def test_served_embeddings(models):
     from openai import BadRequestError, NotFoundError, OpenAI
@@ -190,6 +191,7 @@ def test_served_embeddings(models):
             client.completions.create(model="toy", prompt="a")
 
 
+@pytest.mark.sampled
 @SERVER
 def test_served_classes_and_rewards(models):
     hf = AutoTokenizer.from_pretrained(models / "classes")

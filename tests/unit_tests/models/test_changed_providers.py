@@ -73,6 +73,7 @@ def exported(row, name, value):
         return None
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("row", ROWS)
 def test_no_setting_is_lost_by_an_export(row):
     names = sorted(name for name in function_fields() if hasattr(provider_of(row), name))

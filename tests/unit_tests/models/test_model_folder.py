@@ -77,6 +77,7 @@ def dying(change, counter, step):
     return changed
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("configs", [("a", "a"), ("a", "b")], ids=["same config", "other config"])
 @pytest.mark.parametrize(
     ("before", "after"), [("one", "one"), ("one", "two"), ("two", "one"), ("two", "two")]

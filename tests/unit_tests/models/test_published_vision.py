@@ -38,6 +38,7 @@ COUNTS = {
 }
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("name", FILES)
 def test_a_published_size(tmp_path, name):
     (tmp_path / "config.json").write_bytes(FILES[name].read_bytes())

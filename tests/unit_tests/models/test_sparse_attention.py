@@ -117,6 +117,7 @@ def test_sequences_of_a_packed_row_do_not_see_each_other(case):
     torch.testing.assert_close(found, torch.cat(parts, 1), rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.sampled
 def test_recomputed_layers_make_the_same_choice(case):
     grads = []
     for changes in (

@@ -61,6 +61,7 @@ def test_half_precision_tied(hf, tmp_path):
     assert files(tmp_path / "out") == files(hf)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     "name", ["mixtral", "gpt_oss", "deepseek_v3_fp8", "qwen3_moe_sequential", "gemma2"]
 )
@@ -123,6 +124,7 @@ def peaks(folder, answer):
     answer.put((importing.above, exporting.above, whole.above))
 
 
+@pytest.mark.sampled
 def test_memory_is_what_was_allowed_and_not_the_models(tmp_path):
     make_llama(
         tmp_path / "hf",

@@ -139,6 +139,7 @@ def has_transformers_class(row):
 SAMPLE = random.Random(7).sample(sorted(filter(has_transformers_class, ROWS)), 12)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     "row",
     [

@@ -81,6 +81,7 @@ def test_a_frozen_tower_keeps_no_activations(vision_case):
     assert ran == [False]
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     "name", ["qwen2_5_vl", "qwen3_vl", "gemma3_vl", "mistral3", "nemotron_h_omni"]
 )
@@ -164,6 +165,7 @@ def rename(source, directory, prefixes):
     (directory / "config.json").write_bytes((source / "config.json").read_bytes())
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("name", RENAMED)
 def test_other_names(vision_case, tmp_path, name):
     case = vision_case(name)
@@ -318,6 +320,7 @@ def test_images_are_shared_out_evenly():
     assert share_out([], 3) == []
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     "name", ["qwen3_vl_moe", "llava_next", "nemotron_h_omni", "nemotron_nano_vl"]
 )

@@ -62,6 +62,7 @@ CASES = {
 }
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("case", CASES)
 def test_peft_loads_it_with_equal_logits(models, tmp_path, case):
     kind, method = CASES[case]

@@ -59,6 +59,7 @@ def test_outputs_and_gradients(models, tmp_path, name):
     compare(exported(bridge, model), saved_by_peft(theirs))
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("name", METHODS)
 def test_ten_steps(models, tmp_path, name):
     bridge, model, theirs = pair(models, "llama", name, tmp_path, start=save)
@@ -90,6 +91,7 @@ def test_gradients_with_experts(models, tmp_path, kind, method):
     compare_with_experts(exported(bridge, model), moe_factors(model), theirs)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(("kind", "method"), EXPERTS, ids=EXPERT_IDS)
 def test_ten_steps_with_experts(models, kind, method):
     bridge, model = adapted(models(kind), method)

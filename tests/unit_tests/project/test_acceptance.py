@@ -112,6 +112,7 @@ def test_every_stage_has_a_function():
     assert len({stage.letter for stage in acceptance.STAGES}) == len(acceptance.STAGES)
 
 
+@pytest.mark.sampled
 def test_families_at_toy_size(tmp_path, capsys):
     """The one stage that is cheap on a CPU; the test below runs all of them."""
     stages.families("tiny", tmp_path)

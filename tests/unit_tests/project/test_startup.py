@@ -40,6 +40,7 @@ def test_import_is_light():
     assert not modules & HEAVY
 
 
+@pytest.mark.sampled
 def test_help_of_the_command_is_light():
     from megatron.bridge.cli.main import COMMANDS
 
@@ -61,6 +62,7 @@ SCRIPTS = [
 ]
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_help_of_scripts_is_light(script):
     modules, output = loaded_by(
@@ -88,6 +90,7 @@ print(*weight.tolist(), *called)
 """
 
 
+@pytest.mark.sampled
 def test_optimizers_do_not_import_the_compiler():
     """It takes 1 s; what they compute and call is the same with it."""
     modules, without = loaded_by(OPTIMIZE.replace("\n", "\n    "), "probe")
@@ -132,6 +135,7 @@ print([event.step for event in events.Scalars("step-time")])
 """
 
 
+@pytest.mark.sampled
 def test_what_is_imported_late_works():
     """DTensors compare symbolic shapes with sympy, and Megatron-Core's timers write to TensorBoard."""
     _, output = loaded_by(DEFERRED.replace("\n", "\n    "), "probe")

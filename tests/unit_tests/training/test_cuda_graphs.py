@@ -40,6 +40,7 @@ class CaptureAfter(Callback):
         context.config.model.cuda_graph_warmup_steps = self.steps
 
 
+@pytest.mark.sampled
 def test_replayed_steps_of_experts_equal_usual_ones(monkeypatch):
     balanced = {"moe_router_load_balancing_type": "aux_loss", "moe_aux_loss_coeff": 0.01}
     usual = run_toy(LENGTHS | {"model": {**EXPERTS, **CAPACITY, **balanced}})
@@ -70,6 +71,7 @@ def test_replayed_router_losses_follow_the_masks_of_each_step(monkeypatch, tmp_p
     assert found.numbers == usual.numbers
 
 
+@pytest.mark.sampled
 def test_replayed_steps_equal_usual_steps(monkeypatch):
     """Training is captured in step 2, and validation in its second call, the test; a second run captures anew."""
     usual = run_toy(LENGTHS)

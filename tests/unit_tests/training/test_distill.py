@@ -174,6 +174,7 @@ def test_a_step_is_that_of_plain_torch(teacher, student, learn):
         assert error <= 1e-4, f"{name}: {error:.1e}"
 
 
+@pytest.mark.sampled
 def test_a_student_comes_near_its_teacher(teacher):
     for name, learn in {
         "kl loss": {"ce_weight": 0.0, "kl_weight": 1.0},
@@ -297,6 +298,7 @@ def interrupted(teacher, save, learn, stop):
     )
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("learn", [HIDDEN, TOP], ids=["hidden", "top"])
 def test_resume_is_exact(teacher, tmp_path, learn):
     whole, losses = interrupted(teacher, tmp_path / "whole", learn, None)

@@ -20,6 +20,7 @@ RUNS = {
 }
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("name", RUNS)
 def test_losses_and_gradients_are_equal(monkeypatch, tmp_path, name):
     run = dict(RUNS[name])
