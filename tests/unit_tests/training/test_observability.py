@@ -14,6 +14,7 @@ from megatron.bridge.backends.hardware.energy import EnergyMeter
 from megatron.bridge.data.tokenizer import NullTokenizer
 from megatron.bridge.models.flops import flops_per_token
 from megatron.bridge.training.callbacks import Callback
+from megatron.bridge.training.callbacks.observe import first_step
 from megatron.bridge.training.callbacks.observe.metrics import PREFIX
 from megatron.bridge.training.callbacks.observe.outputs import _times_line, _train_line
 from megatron.bridge.training.callbacks.observe.sample_generation import GenerationSamples
@@ -311,3 +312,17 @@ def test_a_wrong_sample_prompt_is_named(prompt, words):
     with pytest.raises(UserError) as error:
         GenerationSamples([prompt]).check(tokenizer, 64)
     assert words in str(error.value)
+
+
+@pytest.mark.parametrize("microbatches", [1, 3])
+def test_a_long_first_step_is_told_before_it_ends(monkeypatch, capfd, microbatches):
+    monkeypatch.setattr(first_step, "LONG_STEP_SECONDS", 0.0)
+    sizes = {"micro_batch_size": 1, "global_batch_size": microbatches, "train_iters": 2}
+    pretrain(tiny(train=sizes), forward_step)
+    notes = [line for line in capfd.readouterr().err.splitlines() if "a microbatch took" in line]
+    # a step of one microbatch ends when its length is known
+    assert len(notes) == (microbatches > 1)
+    for note in notes:
+        assert "3 microbatches" in note
+        assert "2 steps" in note
+        assert "train.global_batch_size" in note

@@ -23,6 +23,7 @@ from megatron.bridge.training.callbacks.guard.straggler_detection import (
     NVRxStragglerDetection,
     StragglerDetection,
 )
+from megatron.bridge.training.callbacks.observe.first_step import FirstStepForecast
 from megatron.bridge.training.callbacks.observe.logging import Logging
 from megatron.bridge.training.callbacks.observe.profiling import Profiling, StopProfiling
 from megatron.bridge.training.callbacks.observe.sample_generation import GenerationSamples
@@ -50,6 +51,7 @@ def default_callbacks(
         DataPosition(),  # before any data is read
         DataPreview(),  # before any time is spent on wrong data
         ParamGather(),  # after the last step, before anything reads the weights
+        FirstStepForecast(),
         Logging(config),  # a step is logged before it is evaluated
         profiling
         and StopProfiling(profiling),  # writing profiles does not count as time of the step
