@@ -5,7 +5,7 @@ For prompts with images, the engine needs to know where their tokens are, and wh
 """
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -165,6 +165,16 @@ def _with_argument_texts(chat: Chat) -> Chat:
     return replace(chat, messages=messages)
 
 
+def _render_calls(chat: Chat, render: Callable[[Chat], str]) -> str:
+    """Render a conversation; templates such as DeepSeek's join the arguments of calls to texts."""
+    try:
+        return render(chat)
+    except UserError:
+        if not any(message.get("tool_calls") for message in chat.messages):
+            raise
+        return render(_with_argument_texts(chat))
+
+
 class PromptReader:
     """Convert prompts to token ids.
 
@@ -229,13 +239,27 @@ class PromptReader:
 
     def _render_chat(self, chat: Chat, location: str, continues: bool) -> str:
         template = ChatTemplate(self.hf, self.template, parts=self.media is not None)
-        try:
-            return template.prompt(chat, location, continues)
-        except UserError:
-            # templates such as DeepSeek's join the arguments of calls to texts
-            if not any(message.get("tool_calls") for message in chat.messages):
-                raise
-            return template.prompt(_with_argument_texts(chat), location, continues)
+        return _render_calls(chat, lambda given: template.prompt(given, location, continues))
+
+    def conversation_tokens(
+        self, record: Mapping[str, Any], location: str, is_prompt: bool
+    ) -> list[int]:
+        """Return the token ids of a conversation without images.
+
+        Args:
+            record: Its ``messages`` and ``tools``.
+            location: What messages of errors begin with.
+            is_prompt: End with the generation prompt, instead of with the last message.
+        """
+        chat = parse_chat(record, location)
+        template = ChatTemplate(self.hf, self.template)
+
+        def render(given: Chat) -> str:
+            if is_prompt:
+                return template.prompt(given, location)
+            return template.render(given, "everything", location).text
+
+        return self.hf.encode(_render_calls(chat, render), add_special_tokens=False)
 
     def check_tokenizer(self, location: str) -> None:
         """Refuse conversations if the model has no tokenizer; ``location`` is what the message begins with."""

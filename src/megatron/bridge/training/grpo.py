@@ -23,6 +23,7 @@ from megatron.bridge.training.pretrain import pretrain
 from megatron.bridge.training.reinforcement.callback import Rollouts
 from megatron.bridge.training.reinforcement.rewards import load_rewards
 from megatron.bridge.training.reinforcement.step import PolicyStep
+from megatron.bridge.training.reinforcement.tools import load_tools, offer_tools
 from megatron.bridge.training.setup import AnyConfig, Callbacks, container_of, resolve_run
 from megatron.bridge.training.state import Run
 from megatron.bridge.utils import distributed
@@ -33,6 +34,7 @@ def grpo(
     config: AnyConfig,
     callbacks: Callbacks | None = None,
     reward_funcs: Sequence[Callable[..., Any]] = (),
+    tools: Sequence[Callable[..., Any]] = (),
 ) -> Run:
     """``pretrain`` from ``checkpoint.pretrained_checkpoint`` with the loss of ``config.grpo``, or resume.
 
@@ -43,6 +45,7 @@ def grpo(
         config: The configuration. An unresolved one is resolved into a copy; the original is not modified.
         callbacks: Further callbacks.
         reward_funcs: Functions that score completions, in addition to those that ``grpo.reward_funcs`` names.
+        tools: Functions that completions may call, in addition to those that ``grpo.tools`` names.
 
     Raises:
         UserError: There are no pretrained weights or reward functions, or ``pretrain`` refuses the config.
@@ -56,12 +59,14 @@ def grpo(
             "answer, a Megatron checkpoint or a Hugging Face directory"
         )
     rewards = load_rewards(given.grpo, reward_funcs)
+    toolbox = load_tools(given.grpo, tools)
     check_tokenizer(given)
     resolved = resolve_run(config)
+    offer_tools(resolved.config, toolbox)
     settings = resolved.config.grpo
     assert settings is not None, "resolving keeps it"
     forward_step = PolicyStep()
-    rollouts = Rollouts(settings, rewards, forward_step)
+    rollouts = Rollouts(settings, rewards, toolbox, forward_step)
     own_callbacks: list[Callback] = [rollouts]
     name = reference_of(resolved.config)
     if name is not None:

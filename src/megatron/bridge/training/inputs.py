@@ -26,6 +26,7 @@ from megatron.bridge.training.checkpointing import model_check
 from megatron.bridge.training.config import ConfigContainer, Resolved
 from megatron.bridge.training.config.resolve.data import tuning_parts
 from megatron.bridge.training.reinforcement.rewards import load_rewards
+from megatron.bridge.training.reinforcement.tools import load_tools, offer_tools
 from megatron.bridge.training.setup import add_tokenizer, count_rows
 from megatron.bridge.utils.errors import UserError
 
@@ -188,9 +189,10 @@ def _check_second_model(resolved: Resolved[ConfigContainer]) -> None:
 
 
 def _check_rewards(resolved: Resolved[ConfigContainer]) -> None:
-    """Import the reward functions, as the run does."""
+    """Import the reward functions and the tools, as the run does, and offer the tools in the prompts."""
     if resolved.config.grpo is not None:
         load_rewards(resolved.config.grpo)
+        offer_tools(resolved.config, load_tools(resolved.config.grpo))
 
 
 def _compare_sizes(model: Any, weights: Path) -> None:

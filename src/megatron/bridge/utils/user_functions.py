@@ -1,12 +1,93 @@
 # SPDX-License-Identifier: Apache-2.0
 """Functions that a user names in a config or on the command line, and what is said when one does not fit."""
 
+import importlib
+import importlib.util
 import inspect
+import sys
 import traceback
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
-from megatron.bridge.utils.errors import UserError, one_line
+from megatron.bridge.utils.errors import UserError, did_you_mean, one_line
+
+
+@dataclass(frozen=True)
+class NamedFunction:
+    """A function, and the name that messages and logs give it."""
+
+    name: str
+    function: Callable[..., Any]
+
+
+def load_functions(key: str, entries: Sequence[Any]) -> list[NamedFunction]:
+    """Import functions, which runs their code.
+
+    Args:
+        key: The setting that names them.
+        entries: Functions, or names as ``package.module:function`` or ``path/to/file.py:function``.
+
+    Raises:
+        UserError: A name leads to no function, or two have one name.
+    """
+    functions = [_load_function(key, entry) for entry in entries]
+    names = [function.name for function in functions]
+    for name in names:
+        if names.count(name) > 1:
+            raise UserError(f"{key} has two functions called {name}: rename one, or leave one out")
+    return functions
+
+
+def _load_function(key: str, entry: Any) -> NamedFunction:
+    if callable(entry):
+        return NamedFunction(getattr(entry, "__name__", type(entry).__name__), entry)
+    place, separator, name = str(entry).rpartition(":")
+    if not isinstance(entry, str) or not separator or not place or not name.isidentifier():
+        raise UserError(
+            f"{key}: {entry!r} names no function: write package.module:function or "
+            "path/to/file.py:function"
+        )
+    module = _load_file(key, Path(place)) if place.endswith(".py") else _import_module(key, place)
+    function = getattr(module, name, None)
+    if not callable(function):
+        raise UserError(
+            f"{key}={entry}: {place} has no function {name}{did_you_mean(name, dir(module))}"
+        )
+    return NamedFunction(name, function)
+
+
+def _load_file(key: str, path: Path) -> Any:
+    if not path.is_file():
+        raise UserError(f"{key}: {path} is not a file: check the path")
+    spec = importlib.util.spec_from_file_location(f"user_file_{path.stem}", path)
+    assert spec is not None, "a Python file has a loader"
+    assert spec.loader is not None, "a Python file has a loader"
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # where dataclasses look for the module of a class
+    folder = str(path.resolve().parent)
+    if folder not in sys.path:
+        sys.path.insert(0, folder)  # it may import its neighbors
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:
+        raise UserError(
+            f"{key}: {path} fails with {type(error).__name__} when it is imported: {one_line(error)}"
+        ) from error
+    return module
+
+
+def _import_module(key: str, name: str) -> Any:
+    if str(Path.cwd()) not in sys.path:
+        sys.path.insert(0, str(Path.cwd()))
+    try:
+        return importlib.import_module(name)
+    except Exception as error:
+        raise UserError(
+            f"{key}: {name} cannot be imported ({type(error).__name__}: {one_line(error)}): give a "
+            "module of the current folder or of an installed package, or a file that ends in .py"
+        ) from error
 
 
 def function_name(function: Any) -> str:

@@ -93,7 +93,7 @@ def prepare(args: argparse.Namespace) -> TrainJob:
     if args.packed_sequence:
         job.changes += _pack(job)
     job.origins.record(job.config, job.changes)
-    _check_reward_funcs(job, args)
+    _check_code_of_file(job, args)
     _check_length(job)
     objectives = ("distill", "dpo", "grpo")
     of_config = [name for name in objectives if getattr(job.config, name) is not None]
@@ -126,17 +126,19 @@ def _configured(args: argparse.Namespace) -> TrainJob:
     return job
 
 
-def _check_reward_funcs(job: TrainJob, args: argparse.Namespace) -> None:
+def _check_code_of_file(job: TrainJob, args: argparse.Namespace) -> None:
     """Ask before code is run that a file names; names on the command line are the user's own."""
     settings = job.config.grpo
-    origin = job.origins.get("grpo.reward_funcs")
-    if settings is None or not settings.reward_funcs or args.trust_config:
+    if settings is None or args.trust_config:
         return
-    if (origin or "").startswith("file"):
-        raise UserError(
-            f"grpo.reward_funcs={settings.reward_funcs} of {args.config} runs code: if you trust the file, give "
-            "--trust-config, or name the functions on the command line"
-        )
+    for name in ("reward_funcs", "tools"):
+        functions = getattr(settings, name)
+        origin = job.origins.get(f"grpo.{name}") or ""
+        if functions and origin.startswith("file"):
+            raise UserError(
+                f"grpo.{name}={functions} of {args.config} runs code: if you trust the file, give --trust-config, "
+                "or name the functions on the command line"
+            )
 
 
 def _check_adapters(job: TrainJob, overrides: Sequence[str]) -> None:

@@ -2,7 +2,7 @@
 """The config of prompts whose completions the model writes itself."""
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from megatron.bridge.data.dataset_config import DatasetRequest, Split, Splits
 from megatron.bridge.data.finetuning.sft_config import (
@@ -47,6 +47,9 @@ class PromptDatasetConfig(SFTDatasetConfig):
     """Samples that each prompt is in an epoch, for ``train.num_epochs``. None is
     ``grpo.num_generations * grpo.num_iterations``."""
 
+    tools: list[dict[str, Any]] | None = None
+    """JSON schemas of the tools that each prompt offers. Training sets them to those of ``grpo.tools``."""
+
     @property
     def longest_prompt(self) -> int:
         """The maximum number of tokens of a prompt."""
@@ -78,7 +81,7 @@ class PromptDatasetConfig(SFTDatasetConfig):
     def encoder(self, tokenizer: "Tokenizer") -> "PromptEncoder":
         from megatron.bridge.data.prompts.prompts import PromptEncoder  # imports torch
 
-        return PromptEncoder(tokenizer, self.encoding_rules(), self.longest_prompt)
+        return PromptEncoder(tokenizer, self.encoding_rules(), self.longest_prompt, self.tools)
 
     def problems(self) -> list[str]:
         problems = super().problems()

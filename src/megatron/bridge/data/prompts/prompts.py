@@ -2,7 +2,7 @@
 """Read prompts and convert them to tokens, together with what reward functions get to see of them."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -11,6 +11,7 @@ from megatron.bridge.data.finetuning.builder import add_other_problems
 from megatron.bridge.data.finetuning.rows import EpochRows, SampleRows
 from megatron.bridge.data.records.encoding import TOO_LONG, EncodedRecords, RecordEncoder
 from megatron.bridge.data.records.end_tokens import parse_chat
+from megatron.bridge.data.records.formats import Chat
 from megatron.bridge.data.records.record_config import EncodingRules
 from megatron.bridge.data.records.samples import EncodingReport, Sample, Samples
 from megatron.bridge.data.records.sources import LocatedRecord
@@ -39,11 +40,26 @@ class Prompt:
 
 
 class PromptEncoder(RecordEncoder):
-    """Tokenizes prompts; those with more than ``longest`` tokens are refused or dropped."""
+    """Tokenizes prompts.
 
-    def __init__(self, tokenizer: Tokenizer, rules: EncodingRules, longest: int) -> None:
+    Args:
+        tokenizer: The tokenizer.
+        rules: How records are read.
+        longest: Prompts with more tokens are refused or dropped.
+        tools: JSON schemas of the tools that each prompt offers.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        rules: EncodingRules,
+        longest: int,
+        tools: list[dict[str, Any]] | None = None,
+    ) -> None:
         super().__init__(tokenizer, rules)
         self._longest = longest
+        self._tools = tools
+        self._has_checked_template = False
 
     def __call__(self, records: Sequence[LocatedRecord]) -> EncodedRecords:
         prompts, report = self.read_prompts(records)
@@ -94,16 +110,33 @@ class PromptEncoder(RecordEncoder):
 
     def _tokenize(self, content: str | list[dict[str, Any]], location: str) -> list[int]:
         if isinstance(content, str):
+            if self._tools:
+                raise UserError(
+                    f"{location}: the prompt is a text, and only messages can offer the tools of grpo.tools: write "
+                    "it as a list of messages"
+                )
             return self.tokenizer.tokenize(content)
-        chat = parse_chat(content, location)
+        chat = parse_chat({"messages": content, "tools": self._tools}, location)
         if chat.images:
             raise UserError(
                 f"{location}: the prompt has images, which reinforcement learning does not support: "
                 "remove them"
             )
         text = self.template.prompt(chat, location)
+        self._check_template(chat, text, location)
         assert isinstance(self.tokenizer, HuggingFaceTokenizer), "template has refused others"
         return self.tokenizer.plain_tokens(text)
+
+    def _check_template(self, chat: Chat, text: str, location: str) -> None:
+        """Refuse a chat template that leaves the tools out of the prompt."""
+        if not self._tools or self._has_checked_template:
+            return
+        if self.template.prompt(replace(chat, tools=None), location) == text:
+            raise UserError(
+                f"{location}: the chat template does not render tools, so the model would not know those of "
+                "grpo.tools: set dataset.chat_template to one that does"
+            )
+        self._has_checked_template = True
 
 
 def samples_of(prompts: Sequence[Prompt], end: int) -> Samples:

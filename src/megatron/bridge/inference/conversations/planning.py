@@ -119,7 +119,7 @@ def plan_chat(
         location,
         continues,
     )
-    return _plan_answer(reader, options, prompt, source, find_tool_format(source, tool_parser))
+    return plan_answer(reader, options, prompt, source, find_tool_format(source, tool_parser))
 
 
 def plan_conversation(
@@ -159,13 +159,22 @@ def plan_conversation(
     return plan, replace(sampling, **changes)
 
 
-def _plan_answer(
+def plan_answer(
     reader: PromptReader,
     options: ConversationOptions,
     prompt: list[int],
     source: str,
     tool_format: ToolFormat,
 ) -> ChatPlan:
+    """Find out how to read the answer to a prompt that is already tokenized.
+
+    Args:
+        reader: Has the tokenizer.
+        options: Tools, and what else the answer should be.
+        prompt: The tokens, which may end inside of reasoning.
+        source: The chat template.
+        tool_format: How the model writes calls.
+    """
     tools = options.offered_tools
     is_harmony = tool_format.name == "harmony"
     added_ids = added_ids_by_text(reader.hf)

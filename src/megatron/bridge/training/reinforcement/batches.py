@@ -106,8 +106,10 @@ def _make_batch(
             experts[bound : bound + len(rollout.experts)] = rollout.experts
         if not rollout.is_trained:
             continue
-        values["token_weights"][span] = weights[index]
-        places[span] = torch.arange(starts[index], starts[index + 1], device="cpu")
+        is_written = written_tokens(rollout)
+        values["token_weights"][span] = weights[index] * is_written
+        flat_places = torch.arange(starts[index], starts[index + 1], device="cpu")
+        places[span] = torch.where(is_written, flat_places, -1)
         for name, log_probs in _known_log_probs(rollout, settings).items():
             values[name][span] = log_probs
     tensors = {name: row[name] for name in TOKEN_KEYS} | values | {"places": places}
@@ -130,8 +132,17 @@ def _unset_experts(rollout: Rollout, tokens: int, settings: GRPOConfig) -> Tenso
 
 def _sample_of(rollout: Rollout) -> Sample:
     tokens = np.array([*rollout.prompt_tokens, *rollout.tokens], np.int32)
-    is_completion = np.arange(len(tokens)) >= len(rollout.prompt_tokens)
-    return Sample(tokens, is_completion & rollout.is_trained)
+    is_in_loss = np.zeros(len(tokens), np.bool_)
+    if rollout.is_trained:
+        is_in_loss[len(rollout.prompt_tokens) :] = written_tokens(rollout).numpy()
+    return Sample(tokens, is_in_loss)
+
+
+def written_tokens(rollout: Rollout) -> Tensor:
+    """Whether the model wrote each token of a completion, bool [tokens]."""
+    if rollout.is_written is not None:
+        return rollout.is_written
+    return torch.ones(len(rollout.tokens), dtype=torch.bool, device="cpu")
 
 
 def _known_log_probs(rollout: Rollout, settings: GRPOConfig) -> dict[str, Tensor]:

@@ -22,10 +22,10 @@ from megatron.bridge.training.reinforcement.batches import (
     BatchShape,
     StepRollouts,
     microbatches_of,
+    written_tokens,
 )
 from megatron.bridge.training.reinforcement.replay import RolloutReplay
 from megatron.bridge.training.reinforcement.rewards import (
-    RewardFunction,
     ScoredCompletion,
     call_rewards,
 )
@@ -39,11 +39,13 @@ from megatron.bridge.training.reinforcement.rollouts import (
 from megatron.bridge.training.reinforcement.samples import CompletionSamples
 from megatron.bridge.training.reinforcement.scoring import score_completions
 from megatron.bridge.training.reinforcement.step import PolicyStep
+from megatron.bridge.training.reinforcement.tools import Toolbox
 from megatron.bridge.training.state import Run
 from megatron.bridge.utils import distributed
 from megatron.bridge.utils.console import print_rank_0
 from megatron.bridge.utils.distributed import broadcast_object
 from megatron.bridge.utils.errors import UserError
+from megatron.bridge.utils.user_functions import NamedFunction
 
 ROW_MULTIPLE = 8  # of the rows that the engine computes together
 
@@ -73,14 +75,20 @@ class Rollouts(Callback):
     Args:
         settings: The settings of the run.
         rewards: The reward functions, which the first rank calls.
+        toolbox: The functions that completions may call; the first rank calls them.
         forward_step: The forward step of the run.
     """
 
     def __init__(
-        self, settings: GRPOConfig, rewards: list[RewardFunction], forward_step: PolicyStep
+        self,
+        settings: GRPOConfig,
+        rewards: list[NamedFunction],
+        toolbox: Toolbox,
+        forward_step: PolicyStep,
     ) -> None:
         self._settings = settings
         self._rewards = rewards
+        self._toolbox = toolbox
         self._forward_step = forward_step
         self._step_contexts = ExitStack()  # around the passes of a step
         self.reference: list[MegatronModule] | None = None
@@ -216,7 +224,9 @@ class Rollouts(Callback):
         def score(completions: Sequence[ScoredCompletion]) -> Tensor:
             return on_first_rank(lambda: call_rewards(self._rewards, completions))
 
-        generation = generate_rollouts(run, self._settings, self._prompts, score, names)
+        generation = generate_rollouts(
+            run, self._settings, self._prompts, score, names, self._toolbox
+        )
         random = np.random.default_rng((run.config.rng.seed, self._prompts.drawn))
         order = random.permutation(len(generation.rollouts)).tolist()
         generation.rollouts = [generation.rollouts[index] for index in order]
@@ -316,6 +326,8 @@ def pack_generation(generation: Generation) -> dict[str, Any]:
         packed[name] = None if parts[0] is None else torch.cat(parts)
     experts = [rollout.experts for rollout in rollouts if rollout.experts is not None]
     packed["experts"] = torch.cat(experts) if experts else None
+    masks = [written_tokens(rollout) for rollout in rollouts]
+    packed["is_written"] = torch.cat(masks)
     return packed
 
 
@@ -339,6 +351,10 @@ def unpack_generation(packed: dict[str, Any]) -> Generation:
             continue
         for rollout, part in zip(rollouts, packed[name].split(lengths), strict=True):
             setattr(rollout, name, part.clone())
+    masks = packed.get("is_written")  # checkpoints before tools have none
+    if masks is not None and not masks.all():
+        for rollout, part in zip(rollouts, masks.split(lengths), strict=True):
+            rollout.is_written = part.clone()
     experts = packed.get("experts")
     if experts is not None:
         computed = [len(rollout.prompt_tokens) + len(rollout.tokens) - 1 for rollout in rollouts]

@@ -2,13 +2,9 @@
 """Functions that score completions: found by their names, called once for all, and checked."""
 
 import asyncio
-import importlib
-import importlib.util
 import inspect
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,19 +12,13 @@ from torch import Tensor
 
 from megatron.bridge.data.prompts.prompts import Prompt
 from megatron.bridge.training.config.blocks.reinforcement import GRPOConfig
-from megatron.bridge.utils.errors import UserError, did_you_mean, one_line
-from megatron.bridge.utils.user_functions import failure_of
+from megatron.bridge.training.reinforcement.judge import Judge, text_of
+from megatron.bridge.training.reinforcement.reward_models import RewardModel
+from megatron.bridge.utils.errors import UserError
+from megatron.bridge.utils.user_functions import NamedFunction, failure_of, load_functions
 
 KEY = "grpo.reward_funcs"
 USAGE = "function(prompts, completions, completion_ids, **columns) -> a number or None for each completion"
-
-
-@dataclass(frozen=True)
-class RewardFunction:
-    """A function and the name under which its rewards are logged."""
-
-    name: str
-    function: Callable[..., Any]
 
 
 @dataclass(frozen=True)
@@ -38,18 +28,26 @@ class ScoredCompletion:
     prompt: Prompt
     tokens: list[int]
     text: str  # without special tokens
+    messages: list[dict[str, Any]] | None = None  # answers and results of tools
 
     @property
     def content(self) -> str | list[dict[str, Any]]:
-        """The text, or for a conversation the answer as a list of one message."""
+        """The text, or for a conversation the answer as a list of messages: one, or more with tools."""
+        if self.messages is not None:
+            return self.messages
         if self.prompt.is_chat:
             return [{"role": "assistant", "content": self.text}]
         return self.text
 
+    @property
+    def shown_text(self) -> str:
+        """The completion for people."""
+        return text_of(self.content)
+
 
 def load_rewards(
     settings: GRPOConfig, functions_of_script: Sequence[Callable[..., Any]] = ()
-) -> list[RewardFunction]:
+) -> list[NamedFunction]:
     """Import the functions of ``grpo.reward_funcs``, which runs their code.
 
     Args:
@@ -59,7 +57,8 @@ def load_rewards(
     Raises:
         UserError: There is none, a name leads to no function, two have one name, or the weights do not fit.
     """
-    entries = [*settings.reward_funcs, *functions_of_script]
+    judges = [] if settings.judge is None else [Judge(settings.judge)]
+    entries = [*map(_as_reward, settings.reward_funcs), *judges, *functions_of_script]
     weights = settings.reward_weights
     if not entries:
         raise UserError(
@@ -70,66 +69,20 @@ def load_rewards(
             f"grpo.reward_weights={weights} has {len(weights)} numbers for {len(entries)} reward functions: give "
             "one for each"
         )
-    functions = [_load_reward(entry) for entry in entries]
-    names = [function.name for function in functions]
-    for name in names:
-        if names.count(name) > 1:
-            raise UserError(f"{KEY} has two functions called {name}: rename one, or leave one out")
-    return functions
+    return load_functions(KEY, entries)
 
 
-def _load_reward(entry: Any) -> RewardFunction:
-    if callable(entry):
-        return RewardFunction(getattr(entry, "__name__", type(entry).__name__), entry)
-    place, separator, name = str(entry).rpartition(":")
-    if not isinstance(entry, str) or not separator or not place or not name.isidentifier():
-        raise UserError(
-            f"{KEY}: {entry!r} names no function: write package.module:function or "
-            "path/to/file.py:function"
-        )
-    module = _load_file(Path(place)) if place.endswith(".py") else _import_module(place)
-    function = getattr(module, name, None)
-    if not callable(function):
-        raise UserError(
-            f"{KEY}={entry}: {place} has no function {name}{did_you_mean(name, dir(module))}"
-        )
-    return RewardFunction(name, function)
-
-
-def _load_file(path: Path) -> Any:
-    if not path.is_file():
-        raise UserError(f"{KEY}: {path} is not a file: check the path")
-    spec = importlib.util.spec_from_file_location(f"reward_file_{path.stem}", path)
-    assert spec is not None, "a Python file has a loader"
-    assert spec.loader is not None, "a Python file has a loader"
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # where dataclasses look for the module of a class
-    folder = str(path.resolve().parent)
-    if folder not in sys.path:
-        sys.path.insert(0, folder)  # it may import its neighbors
-    try:
-        spec.loader.exec_module(module)
-    except Exception as error:
-        raise UserError(
-            f"{KEY}: {path} fails with {type(error).__name__} when it is imported: {one_line(error)}"
-        ) from error
-    return module
-
-
-def _import_module(name: str) -> Any:
-    if str(Path.cwd()) not in sys.path:
-        sys.path.insert(0, str(Path.cwd()))
-    try:
-        return importlib.import_module(name)
-    except Exception as error:
-        raise UserError(
-            f"{KEY}: {name} cannot be imported ({type(error).__name__}: {one_line(error)}): give a "
-            "module of the current folder or of an installed package, or a file that ends in .py"
-        ) from error
+def _as_reward(entry: str) -> str | RewardModel:
+    """A name with a colon is that of a function, any other that of a model."""
+    if ":" in entry or not entry:
+        return entry
+    model = RewardModel(entry)
+    model.check()
+    return model
 
 
 def call_rewards(
-    functions: Sequence[RewardFunction], completions: Sequence[ScoredCompletion]
+    functions: Sequence[NamedFunction], completions: Sequence[ScoredCompletion]
 ) -> Tensor:
     """Call each function once with all completions.
 
@@ -160,7 +113,7 @@ def _columns(completions: Sequence[ScoredCompletion]) -> dict[str, list[Any]]:
 
 
 def _call(
-    entry: RewardFunction,
+    entry: NamedFunction,
     arguments: dict[str, list[Any]],
     completions: Sequence[ScoredCompletion],
 ) -> Any:
@@ -181,7 +134,7 @@ async def _wait(rewards: Any) -> Any:
 
 
 def _first_failing(
-    entry: RewardFunction,
+    entry: NamedFunction,
     arguments: dict[str, list[Any]],
     completions: Sequence[ScoredCompletion],
 ) -> str | None:
@@ -198,7 +151,7 @@ def _first_failing(
 
 
 def _checked(
-    entry: RewardFunction, rewards: Any, completions: Sequence[ScoredCompletion]
+    entry: NamedFunction, rewards: Any, completions: Sequence[ScoredCompletion]
 ) -> list[float]:
     if isinstance(rewards, Tensor):
         rewards = rewards.tolist()

@@ -9,7 +9,7 @@ import hashlib
 import math
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,14 +21,18 @@ from megatron.bridge.data.prompts.prompts import Prompt, prompt_at
 from megatron.bridge.data.records.chat_template import template_text
 from megatron.bridge.data.records.end_tokens import end_of_turn, end_tokens
 from megatron.bridge.data.tokenizer import HuggingFaceTokenizer
+from megatron.bridge.inference.conversations.planning import ChatPlan
 from megatron.bridge.inference.engine import Engine, EngineConfig, InferenceJob
-from megatron.bridge.inference.requests import NOT_FINITE, Completion, Sampling
+from megatron.bridge.inference.prompts import PromptReader
+from megatron.bridge.inference.requests import NOT_FINITE, Sampling
 from megatron.bridge.models.chunk_info import evaluation_mode
 from megatron.bridge.training.config import ConfigContainer
 from megatron.bridge.training.config.blocks.reinforcement import GRPOConfig
 from megatron.bridge.training.optim.optimizer import gathered_params
 from megatron.bridge.training.reinforcement.advantages import Scores, score_rewards
+from megatron.bridge.training.reinforcement.episodes import Episode, ToolTurns
 from megatron.bridge.training.reinforcement.rewards import ScoredCompletion
+from megatron.bridge.training.reinforcement.tools import Toolbox
 from megatron.bridge.training.state import Run
 from megatron.bridge.utils.errors import UserError
 
@@ -50,10 +54,14 @@ class Rollout:
     reference_log_probs: Tensor | None = None
     # experts that the engine chose, integers [tokens of prompt and completion - 1, layers with experts, topk]
     experts: Tensor | None = None
+    # False for tokens of the results of tools, which are not in the loss; None if the model wrote all tokens
+    is_written: Tensor | None = None
 
     @property
     def trained_tokens(self) -> int:
-        return len(self.tokens) if self.is_trained else 0
+        if not self.is_trained:
+            return 0
+        return len(self.tokens) if self.is_written is None else int(self.is_written.sum())
 
 
 @dataclass
@@ -68,9 +76,18 @@ class Generation:
 
 @dataclass
 class _Group:
+    """The completions of one prompt."""
+
     prompt: Prompt
-    jobs: list[InferenceJob]
-    completions: list[ScoredCompletion]
+    episodes: list[Episode]
+
+    @property
+    def completions(self) -> list[ScoredCompletion]:
+        """The completions as reward functions see them."""
+        return [
+            ScoredCompletion(self.prompt, episode.tokens, episode.text, episode.messages or None)
+            for episode in self.episodes
+        ]
 
 
 class PromptStream:
@@ -91,7 +108,12 @@ class PromptStream:
 
 
 def generate_rollouts(
-    run: Run, settings: GRPOConfig, prompts: PromptStream, score: ScoreCompletions, names: list[str]
+    run: Run,
+    settings: GRPOConfig,
+    prompts: PromptStream,
+    score: ScoreCompletions,
+    names: list[str],
+    toolbox: Toolbox,
 ) -> Generation:
     """Draw prompts, complete each ``num_generations`` times, and compare the rewards. Called on all ranks.
 
@@ -103,6 +125,7 @@ def generate_rollouts(
         prompts: Where prompts are drawn from.
         score: Calls the reward functions.
         names: Names of the reward functions.
+        toolbox: Functions that completions may call.
     """
     count = run.config.train.global_batch_size * settings.steps_per_generation
     needed = count // settings.num_generations
@@ -112,6 +135,7 @@ def generate_rollouts(
         evaluation_mode(run.model),
         Engine(run.model, engine_config(run, settings), _transformers_tokenizer(run)) as engine,
     ):
+        turns = tool_turns(run, settings, toolbox) if toolbox else None
         groups: list[_Group] = []
         tables: list[Tensor] = []
         empty_groups = 0
@@ -119,13 +143,14 @@ def generate_rollouts(
         drawn_groups = 0
         rounds = settings.dynamic_sampling_rounds if settings.dynamic_sampling else 0
         for remaining in range(rounds, -1, -1):
-            new = _complete(run, engine, settings, prompts, needed - len(groups))
+            drawn = [prompts.draw() for _ in range(needed - len(groups))]
+            new = complete_prompts(run, engine, settings, drawn, turns)
             table = score([completion for group in new for completion in group.completions])
             has_signal = score_rewards(table, settings).has_signal.tolist()
             drawn_groups += len(new)
             empty_groups += has_signal.count(False)
             generated_tokens += sum(
-                len(completion.tokens) for group in new for completion in group.completions
+                sum(episode.is_written) for group in new for episode in group.episodes
             )
             for group, rewards, is_useful in zip(
                 new, table.split(settings.num_generations), has_signal, strict=True
@@ -142,6 +167,8 @@ def generate_rollouts(
         rollouts=_make_rollouts(groups, scores, settings),
         metrics=_metrics(groups, table, scores, names),
     )
+    if turns is not None:
+        generation.metrics |= _tool_metrics(groups)
     generation.metrics["groups without signal"] = empty_groups / drawn_groups
     generation.metrics["rollout tokens/s"] = generated_tokens / seconds
     generation.shown = _shown(groups, table, scores, names, settings.log_completions)
@@ -178,87 +205,165 @@ def _transformers_tokenizer(run: Run) -> Any:
     return run.tokenizer.hf if isinstance(run.tokenizer, HuggingFaceTokenizer) else None
 
 
-def _complete(
-    run: Run, engine: Engine, settings: GRPOConfig, prompts: PromptStream, count: int
-) -> list[_Group]:
-    """Complete the next ``count`` prompts."""
-    groups: list[_Group] = []
-    for _ in range(count):
-        prompt, seed = prompts.draw()
-        sampling = Sampling(
-            max_new_tokens=settings.max_completion_length,
-            temperature=settings.temperature,
-            top_k=settings.top_k,
-            top_p=settings.top_p,
-            min_p=settings.min_p or 0.0,
-            repetition_penalty=settings.repetition_penalty,
-            seed=seed,
-            n=settings.num_generations,
-            logprobs=0,
-            routed_experts=settings.router_replay,
+def tool_turns(run: Run, settings: GRPOConfig, toolbox: Toolbox) -> ToolTurns:
+    """What reads the calls of answers, for the tokenizer and the chat template of a run."""
+    tokenizer = _transformers_tokenizer(run)
+    if tokenizer is None:
+        raise UserError(
+            "grpo.tools needs a Hugging Face tokenizer with a chat template: set tokenizer"
         )
-        try:
-            groups.append(_Group(prompt, engine.submit(prompt.tokens, sampling), []))
-        except UserError as error:
-            raise UserError(f"{prompt.location}: {error}") from error
-    for _ in engine.run():
-        pass
-    for group in groups:
-        for job in group.jobs:
-            if job.completion.finish_reason == "error":
-                raise UserError(f"{group.prompt.location}: {NOT_FINITE}")
-            tokens = list(job.completion.tokens)
-            text = (
-                job.completion.text if engine.hf is not None else run.tokenizer.detokenize(tokens)
-            )
-            group.completions.append(ScoredCompletion(group.prompt, tokens, text))
+    template = template_text(getattr(run.config.dataset, "chat_template", None))
+    return ToolTurns(toolbox, PromptReader(tokenizer, template), settings)
+
+
+def complete_prompts(
+    run: Run,
+    engine: Engine,
+    settings: GRPOConfig,
+    prompts: Sequence[tuple[Prompt, int]],
+    turns: ToolTurns | None,
+) -> list[_Group]:
+    """Complete each prompt ``num_generations`` times, with the tools that the completions call.
+
+    Args:
+        run: The run, whose tokenizer gives texts where the engine has none.
+        engine: Generates; it is empty.
+        settings: Lengths and sampling.
+        prompts: Prompts and the seeds of their completions.
+        turns: Reads the calls of answers; None without tools.
+    """
+    groups: list[_Group] = []
+    waiting: list[_Answer] = []
+    for prompt, seed in prompts:
+        episodes = [Episode(prompt, seed, index) for index in range(settings.num_generations)]
+        plan = None if turns is None else turns.plan(prompt.tokens)
+        sampling = _sampling(settings, settings.max_completion_length, seed, plan)
+        jobs = _submit(engine, prompt, prompt.tokens, replace(sampling, n=len(episodes)))
+        waiting += [
+            _Answer(episode, job, plan) for episode, job in zip(episodes, jobs, strict=True)
+        ]
+        groups.append(_Group(prompt, episodes))
+    _read_answers(run, engine, waiting, turns)
+    turn = 0
+    limit = settings.max_tool_calling_iterations
+    while turns is not None and waiting and (limit is None or turn < limit):
+        turn += 1
+        waiting = [
+            _ask_again(engine, settings, episode, turns)
+            for episode in turns.call_tools([answer.episode for answer in waiting])
+        ]
+        _read_answers(run, engine, waiting, turns)
     return groups
 
 
+@dataclass
+class _Answer:
+    """An answer that the engine computes."""
+
+    episode: Episode
+    job: InferenceJob
+    plan: ChatPlan | None  # how to read it; None without tools
+
+
+def _sampling(
+    settings: GRPOConfig, max_new_tokens: int, seed: int, plan: ChatPlan | None
+) -> Sampling:
+    changes = {} if plan is None else {name: value for name, value in plan.changes.items() if value}
+    return Sampling(
+        max_new_tokens=max_new_tokens,
+        temperature=settings.temperature,
+        top_k=settings.top_k,
+        top_p=settings.top_p,
+        min_p=settings.min_p or 0.0,
+        repetition_penalty=settings.repetition_penalty,
+        seed=seed,
+        logprobs=0,
+        routed_experts=settings.router_replay,
+        **changes,
+    )
+
+
+def _submit(
+    engine: Engine, prompt: Prompt, tokens: list[int], sampling: Sampling
+) -> list[InferenceJob]:
+    try:
+        return engine.submit(tokens, sampling)
+    except UserError as error:
+        raise UserError(f"{prompt.location}: {error}") from error
+
+
+def _ask_again(engine: Engine, settings: GRPOConfig, episode: Episode, turns: ToolTurns) -> _Answer:
+    """Let the model answer the results of its calls."""
+    tokens = [*episode.prompt.tokens, *episode.tokens]
+    plan = turns.plan(tokens)
+    room = settings.max_completion_length - len(episode.tokens)
+    sampling = _sampling(settings, room, episode.seed_of_turn(), plan)
+    (job,) = _submit(engine, episode.prompt, tokens, sampling)
+    return _Answer(episode, job, plan)
+
+
+def _read_answers(
+    run: Run, engine: Engine, waiting: Sequence[_Answer], turns: ToolTurns | None
+) -> None:
+    """Compute the answers that wait, and add them to their episodes."""
+    for _ in engine.run():
+        pass
+    for answer in waiting:
+        completion = answer.job.completion
+        if completion.finish_reason == "error":
+            raise UserError(f"{answer.episode.prompt.location}: {NOT_FINITE}")
+        text = completion.text
+        if engine.hf is None:
+            text = run.tokenizer.detokenize(list(completion.tokens))
+        answer.episode.add_answer(completion, text)
+        if turns is not None and answer.plan is not None:
+            turns.read_answer(answer.episode, answer.plan)
+
+
 def _make_rollouts(groups: list[_Group], scores: Scores, settings: GRPOConfig) -> list[Rollout]:
-    jobs = [(group.prompt, job) for group in groups for job in group.jobs]
+    episodes = [episode for group in groups for episode in group.episodes]
     rollouts: list[Rollout] = []
-    for (prompt, job), advantage in zip(jobs, scores.advantages.tolist(), strict=True):
-        completion = job.completion
-        is_truncated = completion.finish_reason == "length"
-        log_probs = [entry.logprob for entry in completion.logprobs]
+    for episode, advantage in zip(episodes, scores.advantages.tolist(), strict=True):
+        has_results = not all(episode.is_written)
         rollouts.append(
             Rollout(
-                prompt_tokens=prompt.tokens,
-                tokens=list(completion.tokens),
+                prompt_tokens=episode.prompt.tokens,
+                tokens=episode.tokens,
                 advantage=advantage,
-                is_trained=not (is_truncated and settings.mask_truncated_completions),
-                sampler_log_probs=torch.tensor(log_probs, dtype=torch.float32, device="cpu"),
-                experts=_experts_of(completion),
+                is_trained=not (episode.is_truncated and settings.mask_truncated_completions),
+                sampler_log_probs=torch.tensor(
+                    episode.log_probs, dtype=torch.float32, device="cpu"
+                ),
+                experts=episode.experts,
+                is_written=torch.tensor(episode.is_written, device="cpu") if has_results else None,
             )
         )
     return rollouts
-
-
-def _experts_of(completion: Completion) -> Tensor | None:
-    """The experts of a completion in a type that all operations of PyTorch know."""
-    experts = completion.routed_experts
-    if experts is None:
-        return None
-    is_small = experts.dtype.itemsize == 1
-    return torch.from_numpy(experts if is_small else experts.astype("int16"))
 
 
 def _metrics(
     groups: list[_Group], table: Tensor, scores: Scores, names: list[str]
 ) -> dict[str, float]:
     """Means over the completions that are trained on."""
-    jobs = [job for group in groups for job in group.jobs]
-    lengths = torch.tensor([float(len(job.completion.tokens)) for job in jobs], device="cpu")
-    truncated = [job.completion.finish_reason == "length" for job in jobs]
+    episodes = [episode for group in groups for episode in group.episodes]
+    lengths = torch.tensor([float(len(episode.tokens)) for episode in episodes], device="cpu")
+    truncated = [episode.is_truncated for episode in episodes]
     metrics = {
         "reward": scores.rewards.nanmean().item(),
         "completion length": lengths.mean().item(),
-        "truncated completions": sum(truncated) / len(jobs),
+        "truncated completions": sum(truncated) / len(episodes),
     }
     for index, name in enumerate(names):
         metrics[f"reward {name}"] = table[:, index].nanmean().item()
     return metrics
+
+
+def _tool_metrics(groups: list[_Group]) -> dict[str, float]:
+    """Calls of tools for each completion, and the share of calls that failed."""
+    episodes = [episode for group in groups for episode in group.episodes]
+    calls = sum(episode.tool_calls for episode in episodes)
+    failed = sum(episode.failed_calls for episode in episodes)
+    return {"tool calls": calls / len(episodes), "failed tool calls": failed / max(calls, 1)}
 
 
 def _shown(
@@ -267,12 +372,12 @@ def _shown(
     """The first completion of each of the first groups."""
     shown: list[dict[str, Any]] = []
     for index, group in enumerate(groups[:count]):
-        place = index * len(group.jobs)
+        place = index * len(group.episodes)
         rewards = dict(zip(names, table[place].tolist(), strict=True))
         shown.append(
             {
                 "prompt": group.prompt.content,
-                "completion": group.completions[0].text,
+                "completion": group.completions[0].shown_text,
                 "rewards": {
                     name: None if math.isnan(value) else value for name, value in rewards.items()
                 },

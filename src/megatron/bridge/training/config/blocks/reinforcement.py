@@ -23,6 +23,46 @@ CLIPPED_LOSSES = ("grpo", "bnpo", "dr_grpo", "dapo", "luspo")
 """Losses that clip the ratio of probabilities to the interval of ``epsilon`` and ``epsilon_high``."""
 
 
+JUDGE_QUESTION = """Rate how well the answer solves the task, from 0 (useless) to 10 (perfect).
+
+Task:
+{prompt}
+
+Answer:
+{completion}
+
+Reply with the number alone."""
+
+
+@dataclass(kw_only=True)
+class JudgeConfig:
+    """A language model behind an OpenAI-compatible server that scores completions.
+
+    A reward is the last number of the judge's reply divided by ``highest_score``. A completion whose
+    reply has no number between 0 and ``highest_score`` gets no reward of the judge.
+    """
+
+    base_url: str | None = None
+    """Address of the server, such as ``http://localhost:8000/v1``."""
+    model: str | None = None
+    """Name of the model on the server."""
+    question: str = JUDGE_QUESTION
+    """What the judge is asked. ``{prompt}``, ``{completion}`` and the other keys of a record in
+    braces are replaced."""
+    highest_score: Annotated[float, ABOVE_ZERO] = 10.0
+    """The score that is a reward of 1."""
+    max_tokens: Annotated[int, AT_LEAST_ONE] = 512
+    """Maximum number of tokens of a reply."""
+    concurrency: Annotated[int, AT_LEAST_ONE] = 16
+    """Questions that wait for a reply at the same time."""
+    timeout_seconds: Annotated[float, ABOVE_ZERO] = 120.0
+    """Seconds to wait for a reply."""
+    retries: Annotated[int, AT_LEAST_ZERO] = 4
+    """How often a request that failed is repeated, with growing pauses."""
+    api_key_variable: str = "OPENAI_API_KEY"
+    """Environment variable with the key of the server, if it needs one."""
+
+
 @dataclass(kw_only=True)
 class GRPOConfig:
     """Group relative policy optimization: the model learns from rewards of its own completions.
@@ -64,9 +104,20 @@ class GRPOConfig:
     """Functions that score completions, each as ``package.module:function`` or
     ``path/to/file.py:function``; in Python, ``grpo`` also takes functions. A function is called as
     ``function(prompts=, completions=, completion_ids=, **columns)`` with lists, and returns a number
-    or None for each completion."""
+    or None for each completion. An entry without a colon is a reward model of transformers (a
+    sequence classifier with one output): a Hugging Face directory or hub id."""
+    judge: JudgeConfig | None = None
+    """A language model that scores completions, too; it comes after ``reward_funcs``."""
     reward_weights: list[float] | None = None
-    """Weight of each function in the reward, which is a sum. None weights all with 1."""
+    """Weight of each function in the reward, which is a sum: of ``reward_funcs``, of the judge if
+    there is one, and of the functions of a script. None weights all with 1."""
+    tools: list[str] = field(default_factory=list[str])
+    """Functions that the model may call in its completions, each as ``package.module:function`` or
+    ``path/to/file.py:function``. Type hints and a Google-style docstring describe the arguments.
+    Prompts must be messages, and the chat template must render tools."""
+    max_tool_calling_iterations: Annotated[int | None, AT_LEAST_ONE] = None
+    """How often a completion may call tools and go on. None is as often as
+    ``max_completion_length`` allows, which counts the results of tools, too."""
     advantage_estimator: AdvantageEstimator = "group"
     """What a reward is compared with: the mean of its ``group``, or with ``rloo`` the mean of the
     others in the group."""
