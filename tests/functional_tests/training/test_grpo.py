@@ -251,6 +251,70 @@ def test_rewards_become_advantages(places):
     )
 
 
+class Evaluations(Callback):
+    """What each evaluation reports."""
+
+    def __init__(self):
+        self.reports = []
+
+    def on_eval_end(self, context):
+        report = {name: value.item() for name, value in context.total_loss_dict.items()}
+        self.reports.append((context.progress.step, report))
+
+
+def held_out(root, folder, eval_iters, layout=None):
+    """Greedy completions, so that random numbers do not matter."""
+    watch = Evaluations()
+    settings = {"top_k": 1, "num_generations_eval": 1}
+    config = config_of(root, settings, layout=layout)
+    config.dataset.dataset_root = str(folder)
+    config.validation = ValidationConfig(eval_interval=2, eval_iters=eval_iters)
+    steps = Watch()
+    try:
+        grpo(config, [watch, steps])
+    finally:
+        forget_model_parallel()
+    return watch.reports, steps.steps
+
+
+def test_rewards_of_held_out_prompts(places, tmp_path, two_workers):
+    """They are those of transformers' greedy completions, and an evaluation does not change the run."""
+    lines = [{"prompt": f"{3 * index} {index + 1} ", "answer": index} for index in range(3)]
+    (tmp_path / "validation.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    (tmp_path / "training.jsonl").write_text((places / "training.jsonl").read_text())
+    reports, steps = held_out(places, tmp_path, 1)
+    leave()
+    assert [step for step, _ in reports] == [2, 4]
+    assert steps == held_out(places, tmp_path, 0)[1]
+    leave()
+    two = two_workers.run(held_out, places, tmp_path, 1, {"tensor_model_parallel_size": 2})
+    for found, _ in two:
+        for (_, report), (_, expected) in zip(found, reports, strict=True):
+            assert report == pytest.approx(expected, abs=1e-6)
+    model = AutoModelForCausalLM.from_pretrained(places / "model")
+    untrained = config_of(places, {"top_k": 1, "num_generations_eval": 1})
+    untrained.dataset.dataset_root = str(tmp_path)
+    untrained.validation = ValidationConfig(eval_iters=1)
+    untrained.train.train_iters = 1
+    untrained.optimizer.lr = untrained.optimizer.min_lr = 1e-12
+    watch = Evaluations()
+    grpo(untrained, [watch])
+    leave()
+    completions = []
+    for line in lines:
+        ids = torch.tensor([[int(word) for word in line["prompt"].split()]])
+        mask = torch.ones_like(ids)
+        written = model.generate(
+            ids, attention_mask=mask, do_sample=False, max_new_tokens=LENGTH, eos_token_id=None
+        )
+        completions.append(written[0, ids.size(1) :].tolist())
+    shares = odd_share(completions)
+    distances = close_to(completions, [line["answer"] for line in lines])
+    (_, report) = watch.reports[-1]
+    assert report["reward odd_share"] == pytest.approx(sum(shares) / 3, abs=1e-6)
+    assert report["reward close_to"] == pytest.approx(sum(distances) / 3, abs=1e-6)
+
+
 def all_layouts(root, settings, layouts, peft):
     adapters = LoRA(dim=4) if peft else None
     return {

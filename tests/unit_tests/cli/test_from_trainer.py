@@ -10,7 +10,7 @@ import pytest
 from megatron.bridge.cli import from_trainer
 from megatron.bridge.cli.from_trainer import translate
 from megatron.bridge.cli.main import main
-from megatron.bridge.cli.migrate.trainer_defaults import TRAINER
+from megatron.bridge.cli.migrate.trainer_defaults import FRAMEWORKS, TRAINER
 from megatron.bridge.cli.support.options import add_recipe_options
 from megatron.bridge.cli.support.parser import Parser
 from megatron.bridge.cli.support.train_job import prepare
@@ -264,9 +264,67 @@ def test_the_printed_command_runs_with_the_written_file(tmp_path, capsys):
     assert main(["from-trainer", str(source)]) == 1
 
 
-def test_files_of_rewards_are_refused():
-    """With ``beta``, they look like files of preferences."""
+GRPO = {
+    "model_name_or_path": "Qwen/Qwen3-0.6B",
+    "learning_rate": 5e-6,
+    "beta": 0.04,
+    "num_generations": 4,
+    "max_completion_length": 256,
+    "loss_type": "dr_grpo",
+    "scale_rewards": False,
+    "per_device_train_batch_size": 4,
+    "gradient_accumulation_steps": 2,
+    "steps_per_generation": 4,
+    "use_vllm": True,
+    "vllm_mode": "colocate",
+}
+
+
+def test_files_of_rewards():
+    """Names are the same; a generation is counted in steps here, and in microbatches in TRL."""
+    translated = translate(GRPO, 2)
+    settings = translated.translation.settings
+    assert translated.framework.name == "TRL's GRPOConfig"
+    assert translated.options["mode"] == "grpo"
+    expected = {
+        "grpo.beta": "0.04",
+        "grpo.num_generations": "4",
+        "grpo.max_completion_length": "256",
+        "grpo.loss_type": "dr_grpo",
+        "grpo.scale_rewards": "none",
+        "grpo.steps_per_generation": "2",
+        "train.global_batch_size": "16",
+        "optimizer.lr": "5e-06",
+        "optimizer.weight_decay": "0.0",
+        "mixed_precision": "bf16_mixed",
+    }
+    assert {key: settings[key] for key in expected} == expected
+    assert not [key for key in settings if key.startswith("dpo.")]
+    assert {"use_vllm", "vllm_mode", "reward functions"} <= translated.translation.missing.keys()
+    assert "beta" not in translated.translation.implied
+
+
+def test_silent_files_of_rewards_have_the_defaults_of_their_framework():
+    settings = translate({"num_generations": 8}, 1).translation.settings
+    assert settings["optimizer.lr"] == "1e-06"
+    assert settings["grpo.loss_type"] == "dapo"
+    assert settings["grpo.beta"] == "0.0"
+    assert "grpo.steps_per_generation" not in settings
+
+
+def test_a_generation_of_rewards_is_whole_steps():
+    halves = {**GRPO, "steps_per_generation": 3}
+    with pytest.raises(UserError, match=r"steps_per_generation=3.*multiple"):
+        translate(halves, 1)
+    by_size = {key: value for key, value in GRPO.items() if key != "steps_per_generation"}
+    by_size["generation_batch_size"] = 32
+    settings = translate(by_size, 2).translation.settings
+    assert settings["grpo.steps_per_generation"] == "2"
+
+
+def test_keys_of_rewards_in_a_file_that_is_read_as_another():
+    """Under ``beta``, preferences mean something else."""
     with pytest.raises(UserError) as refusal:
-        translate({"beta": 0.04, "learning_rate": 1e-6, "num_generations": 8}, 1)
-    for word in ("num_generations=8", "GRPOConfig", "--mode grpo", "grpo.num_generations"):
+        translate({"beta": 0.04, "num_generations": 8}, 1, FRAMEWORKS["trl-dpo"])
+    for word in ("num_generations=8", "GRPOConfig", "DPOConfig", "--framework trl-grpo"):
         assert word in str(refusal.value)

@@ -73,3 +73,26 @@ def test_a_teacher_is_cached_and_learnt_from(tmp_path, capsys):
     )
     assert (code, "kl loss" in err) == (0, True), err
     assert paths.iteration_dir(tmp_path / "run", 2).is_dir()
+
+
+CLASSES = """
+model: {head: sequence_classification, num_labels: 2}
+dataset: {_target_: ClassificationDatasetConfig, dataset_root: reviews, seq_length: 64}
+"""
+
+
+@pytest.mark.parametrize("chosen", [False, True])
+def test_records_of_a_file_are_read_with_the_models_tokenizer(tmp_path, chosen):
+    """The recipe alone has mock data, and a tokenizer that reads only numbers."""
+    (tmp_path / "classes.yaml").write_text(CLASSES)
+    words = [*FINETUNE, "--config", str(tmp_path / "classes.yaml")]
+    if chosen:
+        words += ["tokenizer.tokenizer_model=other"]
+    ready = train_job.prepare(parsed(*words))
+    tokenizer = ready.config.tokenizer
+    if chosen:
+        assert tokenizer.tokenizer_model == "other"
+        return
+    assert tokenizer.tokenizer_type == "HuggingFaceTokenizer"
+    assert tokenizer.tokenizer_model == "meta-llama/Llama-3.2-1B"
+    assert ready.origins.get("tokenizer.tokenizer_model") == "from the model of the recipe"

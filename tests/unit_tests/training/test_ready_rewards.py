@@ -4,10 +4,12 @@
 import json
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import ClassVar
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForSequenceClassification
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import LlamaConfig, LlamaForSequenceClassification, PreTrainedTokenizerFast
 
 from megatron.bridge.data.prompts.prompts import Prompt
 from megatron.bridge.training.config import GRPOConfig
@@ -19,7 +21,6 @@ from megatron.bridge.training.reinforcement.rewards import (
     load_rewards,
 )
 from megatron.bridge.utils.errors import UserError
-from tests.tokenizers import save_chat_tokenizer
 
 CHAT = [{"role": "user", "content": "3+4?"}]
 COMPLETIONS = [
@@ -31,9 +32,9 @@ COMPLETIONS = [
 class FakeServer(BaseHTTPRequestHandler):
     """Replies with what the test sets for a word of the question."""
 
-    replies = {}
+    replies: ClassVar[dict] = {}
     failures = 0
-    questions = []
+    questions: ClassVar[list] = []
 
     def do_POST(self):
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
@@ -71,19 +72,17 @@ def server(monkeypatch):
     running.server_close()
 
 
-def rewards_of(address, completions=COMPLETIONS, **settings):
+def rewards_of(address, **settings):
     block = JudgeConfig(base_url=address, model="strict", **settings)
-    return call_rewards(load_rewards(GRPOConfig(judge=block)), completions)
+    return call_rewards(load_rewards(GRPOConfig(judge=block)), COMPLETIONS)
 
 
 def test_a_judge_scores_each_completion(server):
     handler, address = server
-    handler.replies = {"seven": "The answer is right. 9", "eight": "2.5"}
     handler.failures = 1  # which is repeated
     question = "{prompt} should be {answer}, and is seven or {completion}"
-    completions = [COMPLETIONS[0], COMPLETIONS[1]]
     handler.replies = {"is seven or 7": "The answer is right. 9", "is seven or eight": "2.5"}
-    table = rewards_of(address, completions, question=question)
+    table = rewards_of(address, question=question)
     assert table.tolist() == [[pytest.approx(0.9)], [0.25]]
     asked = {body["messages"][0]["content"] for body in handler.questions}
     assert "3+4= should be 7, and is seven or 7" in asked
@@ -122,7 +121,15 @@ def test_mistakes_in_a_judge(server, settings, words):
 @pytest.fixture(scope="module")
 def reward_model(tmp_path_factory):
     folder = tmp_path_factory.mktemp("scores") / "reward"
-    hf = save_chat_tokenizer(folder)
+    letters = {letter: index for index, letter in enumerate(pre_tokenizers.ByteLevel.alphabet())}
+    tokenizer = Tokenizer(models.BPE(letters, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    hf = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="</s>", pad_token="<pad>")
+    hf.chat_template = (
+        "{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}"
+    )
+    hf.save_pretrained(folder)
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=len(hf),

@@ -14,13 +14,13 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from megatron.bridge.cli.migrate.trainer_defaults import (
     AXOLOTL,
     FRAMEWORKS,
     LLAMA_FACTORY,
-    MARKS_OF_GRPO,
+    TRL_GRPO,
     Framework,
     framework_of,
     to_number,
@@ -29,6 +29,7 @@ from megatron.bridge.cli.migrate.trainer_defaults import (
 from megatron.bridge.cli.migrate.translation import Translation
 from megatron.bridge.cli.support.output_files import YamlFile
 from megatron.bridge.cli.support.parser import Parser, count
+from megatron.bridge.training.config.blocks.reinforcement import PolicyLossType, RewardScale
 from megatron.bridge.training.config.ranges import EARLY_RANGES
 from megatron.bridge.utils.atomic import read_text
 from megatron.bridge.utils.config import yaml_text
@@ -149,7 +150,7 @@ class TrainerRun:
     options: dict[str, str] = field(default_factory=dict[str, str])
     """Options of ``megatron-bridge train``, by name; an empty text is a switch."""
     stage: str = "sft"
-    """``sft``, ``dpo`` or ``pretrain``."""
+    """``sft``, ``dpo``, ``grpo`` or ``pretrain``."""
     adapter: str | None = None
     """``lora`` or ``dora``; None trains all weights."""
 
@@ -168,8 +169,10 @@ def translate(
         UserError: a key is misspelled, or a value is not one that its framework accepts.
     """
     refuse(f"{key!r} is not a name: keys are texts" for key in values if not isinstance(key, str))
-    _refuse_rewards(values)
     run = TrainerRun(framework or framework_of(values))
+    _refuse_rewards(values, run.framework)
+    if run.framework is TRL_GRPO:
+        run.stage = "grpo"
     names = {_ALIASES.get(key, key): key for key in values}
     given = {
         name: to_number(name, values[key]) for name, key in names.items() if values[key] is not None
@@ -184,18 +187,20 @@ def translate(
     _add_defaults(given, run)
     _set_warmup(given, run)
     _set_batch_size(given, ranks, run)
+    if run.stage == "grpo":
+        _set_generation(given, ranks, run)
     _set_mode(run)
     run.translation.refuse_out_of_range(EARLY_RANGES)
     return run
 
 
-def _refuse_rewards(values: Mapping[str, Any]) -> None:
-    """Refuse files of TRL's GRPOConfig, whose ``beta`` and ``loss_type`` mean something else in its DPOConfig."""
-    key = next((key for key in values if key in MARKS_OF_GRPO), None)
-    if key is not None:
+def _refuse_rewards(values: Mapping[str, Any], framework: Framework) -> None:
+    """Refuse keys of TRL's GRPOConfig in other files, where ``beta`` and ``loss_type`` mean something else."""
+    key = next((key for key in values if key in TRL_GRPO.marks), None)
+    if key is not None and framework is not TRL_GRPO:
         raise UserError(
-            f"{key}={values[key]} is a setting of TRL's GRPOConfig, which this command does not translate: use --mode "
-            "grpo with the settings of the same names, such as grpo.num_generations (docs/grpo.md)"
+            f"{key}={values[key]} is a setting of TRL's GRPOConfig, and the file is read as one of "
+            f"{framework.name}: use --framework trl-grpo"
         )
 
 
@@ -247,12 +252,7 @@ def _add_defaults(given: Mapping[str, Any], run: TrainerRun) -> None:
     _translate_defaults(silent, run)
     if run.adapter is not None:
         _add_adapter_defaults(given, run)
-    settings = {**run.framework.dataset} if run.stage != "pretrain" else {}
-    if run.framework.dataset and "packed-sequence" not in run.options and settings:
-        settings["dataset.packed_sequence_specs"] = "null"
-    if run.stage == "dpo":
-        settings.pop("dataset.train_on", None)
-        settings.pop("dataset.packed_sequence_specs", None)
+    settings = _dataset_defaults(run)
     if "data" in run.options:
         for target, value in settings.items():
             if target not in run.translation.settings:
@@ -264,6 +264,19 @@ def _add_defaults(given: Mapping[str, Any], run: TrainerRun) -> None:
     # the Trainer's schedules end at 0; a recipe's may end above
     if "optimizer.min_lr" not in run.translation.settings:
         run.translation.set("optimizer.min_lr", 0.0, "lr_scheduler_type")
+
+
+def _dataset_defaults(run: TrainerRun) -> dict[str, str]:
+    """The settings of records that the framework assumes."""
+    if run.stage in ("pretrain", "grpo"):
+        return {}
+    settings = {**run.framework.dataset}
+    if settings and "packed-sequence" not in run.options:
+        settings["dataset.packed_sequence_specs"] = "null"
+    if run.stage == "dpo":
+        settings.pop("dataset.train_on", None)
+        settings.pop("dataset.packed_sequence_specs", None)
+    return settings
 
 
 def _add_adapter_defaults(given: Mapping[str, Any], run: TrainerRun) -> None:
@@ -341,6 +354,31 @@ def _set_batch_size(given: Mapping[str, Any], ranks: int, run: TrainerRun) -> No
     run.translation.set("train.global_batch_size", math.prod(factors) * ranks, label)
 
 
+def _set_generation(given: Mapping[str, Any], ranks: int, run: TrainerRun) -> None:
+    """Set how many steps share a generation, which TRL counts in microbatches or in completions."""
+    per_device, accumulation = (given.get(key, run.framework.defaults[key]) for key in _BATCH)
+    microbatches = given.get("steps_per_generation", accumulation)
+    source = "steps_per_generation"
+    if "generation_batch_size" in given:
+        source = "generation_batch_size"
+        microbatches = given[source] / (per_device * ranks)
+    if microbatches % accumulation:
+        raise UserError(
+            f"{source}={given[source]}: a generation is {microbatches:g} microbatches of {per_device} x {ranks} "
+            f"completions, and a step {accumulation}: give a multiple of a step"
+        )
+    steps = int(microbatches / accumulation)
+    if steps != 1:
+        run.translation.set("grpo.steps_per_generation", steps, source)
+    missing = run.translation.missing
+    missing["reward functions"] = (
+        "name them on the command line: grpo.reward_funcs=[rewards.py:score]"
+    )
+    missing["seq_length"] = (
+        "TRL does not limit prompts: --seq-length is the longest prompt plus max_completion_length"
+    )
+
+
 def _set_mode(run: TrainerRun) -> None:
     """Choose the options of the command by stage and adapter."""
     translation = run.translation
@@ -348,14 +386,25 @@ def _set_mode(run: TrainerRun) -> None:
         for key in [key for key in translation.settings if key.startswith("peft.")]:
             translation.drop(key, "all weights are trained")
     if run.stage != "dpo":
-        for key in [key for key in translation.settings if key.startswith("dpo.")]:
-            translation.drop(key, "no preferences are trained")
-    if run.stage == "dpo":
-        run.options["mode"] = "dpo"
+        _drop_block("dpo", "no preferences are trained", run)
+    if run.stage != "grpo":
+        _drop_block("grpo", "no rewards are trained on", run)
+    if run.stage in ("dpo", "grpo"):
+        run.options["mode"] = run.stage
         if run.adapter is not None:
             run.options["peft-scheme"] = run.adapter
     elif run.framework is not FRAMEWORKS["trainer"] or run.adapter is not None:
         run.options["mode"] = run.adapter or run.stage
+
+
+def _drop_block(block: str, reason: str, run: TrainerRun) -> None:
+    """Drop the settings of an objective that is not that of the run; a key that sets both is not reported."""
+    translation = run.translation
+    for key in [key for key in translation.settings if key.startswith(f"{block}.")]:
+        origin = translation.origins[key]
+        translation.drop(key, reason)
+        if f"{run.stage}.{key.removeprefix(f'{block}.')}" in translation.settings:
+            translation.implied.pop(origin, None)
 
 
 def _choose(target: str, known: Mapping[str, str], value: Any, run: TrainerRun) -> str | None:
@@ -419,11 +468,19 @@ def _train_on(when_true: str, when_false: str | None, value: Any, run: TrainerRu
 
 def _loss_type(value: Any, run: TrainerRun) -> str | None:
     names = value if isinstance(value, list) else [value]
+    if run.stage == "grpo":
+        policy_losses = {name: name for name in get_args(PolicyLossType)}
+        return _choose("grpo.loss_type", policy_losses, value, run)
     if run.stage == "sft" and names == ["nll"]:
         return None
     if len(names) != 1:
         return f"{value}: choose one of {', '.join(_LOSSES)} for dpo.loss_type"
     return _choose("dpo.loss_type", _LOSSES, names[0], run)
+
+
+def _scale_rewards(value: Any, run: TrainerRun) -> str | None:
+    names = {"True": "group", "False": "none", **{name: name for name in get_args(RewardScale)}}
+    return _choose("grpo.scale_rewards", names, str(value), run)
 
 
 def _truncation(value: Any, run: TrainerRun) -> str | None:
@@ -503,6 +560,9 @@ _SPECIAL: dict[str, Callable[[Any, TrainerRun], str | None]] = {
     "truncation_mode": _truncation,
     "pref_loss": _loss_type,
     "loss_type": _loss_type,
+    "scale_rewards": _scale_rewards,
+    "steps_per_generation": lambda value, run: None,
+    "generation_batch_size": lambda value, run: None,
     "warmup_steps": lambda value, run: None,
     "warmup_ratio": lambda value, run: None,
 }

@@ -24,10 +24,13 @@ def evaluate(run: Run, split: Literal["valid", "test"] = "valid") -> LossReport:
     assert data is not None, f"the run has no {split} data"
     event = "eval" if split == "valid" else "test"
     run.emit(f"{event}_start")
-    with torch.no_grad(), gathered_params(run.model), evaluation_mode(run.model):
-        run.total_loss_dict = _evaluate_batches(
-            run, iterators_per_chunk(data.replicate(), len(run.model)), event
-        )
+    if run.evaluation is not None and split == "valid":
+        run.total_loss_dict = run.evaluation(run)
+    else:
+        with torch.no_grad(), gathered_params(run.model), evaluation_mode(run.model):
+            run.total_loss_dict = _evaluate_batches(
+                run, iterators_per_chunk(data.replicate(), len(run.model)), event
+            )
     run.emit(f"{event}_end")
     return run.total_loss_dict
 

@@ -93,23 +93,35 @@ LLAMA_FACTORY = Framework(
     {"dataset.train_on": "assistant", "dataset.truncation": "right"},
     {"lora_r": 8, "lora_dropout": 0.0, "lora_target": "all"},
 )
-MARKS_OF_GRPO = frozenset(
-    {"num_generations", "max_completion_length", "generation_batch_size", "steps_per_generation"}
-    | {"num_iterations", "scale_rewards", "reward_weights", "epsilon_high"}
+TRL_GRPO = Framework(
+    "TRL's GRPOConfig",
+    frozenset(
+        {"num_generations", "max_completion_length", "generation_batch_size"}
+        | {"steps_per_generation", "num_iterations", "scale_rewards", "reward_weights"}
+        | {"epsilon_high", "importance_sampling_level", "mask_truncated_completions"}
+    ),
+    {**_TRAINER, "bf16": True, "learning_rate": 1e-6, "loss_type": "dapo", "beta": 0.0},
+    {},
+    _PEFT_OF_TRL,
 )
-"""Keys of TRL's GRPOConfig that none of the frameworks has."""
 FRAMEWORKS = {
     "trainer": TRAINER,
     "trl-sft": TRL_SFT,
     "trl-dpo": TRL_DPO,
+    "trl-grpo": TRL_GRPO,
     "axolotl": AXOLOTL,
     "llama-factory": LLAMA_FACTORY,
 }
 
 
 def framework_of(keys: Iterable[str]) -> Framework:
-    """Return the framework with the most keys of its own in a file; without any, it is the Trainer."""
+    """Return the framework with the most keys of its own in a file; without any, it is the Trainer.
+
+    TRL's GRPOConfig has most keys of its DPOConfig, so a single key of its own decides.
+    """
     given = set(keys)
+    if TRL_GRPO.marks & given:
+        return TRL_GRPO
     return max(FRAMEWORKS.values(), key=lambda framework: len(framework.marks & given))
 
 

@@ -90,6 +90,7 @@ def prepare(args: argparse.Namespace) -> TrainJob:
     job.changes += _follow_checkpoint(job)
     followed, job.notes = follow_sizes(job.config.model, job.changes)
     job.changes += followed
+    job.changes += _read_text(job, args)
     if args.packed_sequence:
         job.changes += _pack(job)
     job.origins.record(job.config, job.changes)
@@ -124,6 +125,24 @@ def _configured(args: argparse.Namespace) -> TrainJob:
         _check_adapters(job, overrides)
     job.changes += apply_layers(job.config, [*layers, Layer("command line", overrides=overrides)])
     return job
+
+
+def _read_text(job: TrainJob, args: argparse.Namespace) -> list[Change]:
+    """Give records of a file of settings the model's tokenizer: that of a recipe without data reads only numbers."""
+    from megatron.bridge.training.config import TokenizerConfig
+
+    tokenizer = job.config.tokenizer
+    is_mock = tokenizer.tokenizer_type == "NullTokenizer"
+    has_data = any(change.key == "dataset" for change in job.changes)
+    is_chosen = any(change.key.startswith("tokenizer") for change in job.changes)
+    if job.recipe is None or not is_mock or not has_data or is_chosen:
+        return []
+    size = job.recipe.size
+    name = args.hf_model or (size if isinstance(size, str) else size.hub_id)
+    job.config.tokenizer = TokenizerConfig(
+        tokenizer_type="HuggingFaceTokenizer", tokenizer_model=name
+    )
+    return [Change("tokenizer", tokenizer, job.config.tokenizer, "from the model of the recipe")]
 
 
 def _check_code_of_file(job: TrainJob, args: argparse.Namespace) -> None:

@@ -37,7 +37,11 @@ class PromptDatasetConfig(SFTDatasetConfig):
     """Branch, tag or commit on the hub."""
     train_split: str = "train"
     """Name of the split, in a dataset of `datasets`."""
-    do_validation: bool = False
+    validation_split: str | None = None
+    """Name of the split with held-out prompts, in a dataset of `datasets`; a folder has them in
+    ``validation.jsonl``."""
+    do_validation: bool = True
+    """Read held-out prompts, if there are any; ``validation.eval_iters`` says how many are completed."""
     do_test: bool = False
     padding_free: bool = True
     max_prompt_length: int | None = None
@@ -59,11 +63,22 @@ class PromptDatasetConfig(SFTDatasetConfig):
         self._config_of_source().check_sources()
 
     def source(self, split: Split) -> RecordSource | None:
-        """The prompts; there is only a training split."""
-        return self._config_of_source().source(split) if split == "train" else None
+        """The prompts of a split; there is no test split."""
+        if split == "test" or (split == "valid" and not self._may_have_validation):
+            return None
+        return self._config_of_source().source(split)
+
+    @property
+    def _may_have_validation(self) -> bool:
+        is_folder = not is_read_by_datasets(self.dataset_root)
+        return self.do_validation and (is_folder or self.validation_split is not None)
 
     def _config_of_source(self) -> SFTDatasetConfig:
-        common = {"seq_length": self.seq_length, "do_validation": False, "do_test": False}
+        common = {
+            "seq_length": self.seq_length,
+            "do_validation": self._may_have_validation,
+            "do_test": False,
+        }
         if not is_read_by_datasets(self.dataset_root):
             return FinetuningDatasetConfig(dataset_root=self.dataset_root, **common)
         return HFDatasetConfig(
@@ -71,6 +86,7 @@ class PromptDatasetConfig(SFTDatasetConfig):
             dataset_subset=self.dataset_subset,
             revision=self.revision,
             train_split=self.train_split,
+            validation_split=self.validation_split,
             **common,
         )
 
@@ -95,10 +111,9 @@ class PromptDatasetConfig(SFTDatasetConfig):
                 f"dataset.truncation={self.truncation}: a shortened prompt asks something else, use "
                 "refuse or drop"
             )
-        if self.do_validation or self.do_test:
+        if self.do_test:
             problems.append(
-                "dataset.do_validation and dataset.do_test: there are no losses of prompts, leave both "
-                "False"
+                "dataset.do_test=True: held-out prompts are those of the validation split, leave it False"
             )
         if self.prepared_dir is not None:
             problems.append(
@@ -111,7 +126,12 @@ class PromptDatasetConfig(SFTDatasetConfig):
         from megatron.bridge.data.prompts.prompts import build_prompts  # imports torch
 
         self.finalize()
-        return Splits(build_prompts(self, request.tokenizer, request.sizes[0]), None, None)
+        train = build_prompts(self, request.tokenizer, request.sizes[0])
+        held_out = request.sizes[1] and self.source("valid") is not None
+        valid = (
+            build_prompts(self, request.tokenizer, request.sizes[1], "valid") if held_out else None
+        )
+        return Splits(train, valid, None)
 
     def count_rows(self, tokenizer: "Tokenizer") -> int:
         from megatron.bridge.data.prompts.prompts import build_prompts  # imports torch

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from megatron.bridge.data.dataset_config import Split
 from megatron.bridge.data.finetuning.builder import add_other_problems
 from megatron.bridge.data.finetuning.rows import EpochRows, SampleRows
 from megatron.bridge.data.records.encoding import TOO_LONG, EncodedRecords, RecordEncoder
@@ -160,10 +161,19 @@ class PromptRows(SampleRows):
         return [f"prompt {index + 1}" for index in range(min(count, len(self)))]
 
 
-def build_prompts(config: "PromptDatasetConfig", tokenizer: Tokenizer, size: int) -> EpochRows:
-    """Read all prompts; ``size`` is the number of rows to present, in an order of each epoch."""
-    source = config.limited_source("train")
-    assert source is not None, "prompts have a training split"
+def build_prompts(
+    config: "PromptDatasetConfig", tokenizer: Tokenizer, size: int, split: Split = "train"
+) -> EpochRows:
+    """Read all prompts of a split.
+
+    Args:
+        config: The source and the limits.
+        tokenizer: The tokenizer.
+        size: Number of rows to present, in an order of each epoch.
+        split: The split, which must exist.
+    """
+    source = config.limited_source(split)
+    assert source is not None, "the caller has looked for the split"
     try:
         prompts, report = config.encoder(tokenizer).read_prompts(list(source.records()))
     except UserError as error:
@@ -172,7 +182,8 @@ def build_prompts(config: "PromptDatasetConfig", tokenizer: Tokenizer, size: int
         raise UserError(
             f"{source.name} has no prompt that can be used: {'; '.join(report.lines()) or 'it is empty'}"
         )
-    return EpochRows(PromptRows(prompts, tokenizer.eod), size, config.seed, report, source.name)
+    seed = config.seed if split == "train" else None  # held-out prompts keep the order of the file
+    return EpochRows(PromptRows(prompts, tokenizer.eod), size, seed, report, source.name)
 
 
 def prompt_at(dataset: EpochRows, position: int) -> Prompt:

@@ -34,6 +34,7 @@ from megatron.bridge.training.reinforcement.rollouts import (
     PromptStream,
     Rollout,
     engine_config,
+    evaluate_prompts,
     generate_rollouts,
 )
 from megatron.bridge.training.reinforcement.samples import CompletionSamples
@@ -41,6 +42,7 @@ from megatron.bridge.training.reinforcement.scoring import score_completions
 from megatron.bridge.training.reinforcement.step import PolicyStep
 from megatron.bridge.training.reinforcement.tools import Toolbox
 from megatron.bridge.training.state import Run
+from megatron.bridge.training.step.losses import LossReport
 from megatron.bridge.utils import distributed
 from megatron.bridge.utils.console import print_rank_0
 from megatron.bridge.utils.distributed import broadcast_object
@@ -126,6 +128,7 @@ class Rollouts(Callback):
         self._batches = [RefilledBatches() for _ in context.model]
         context.train_batches = list(self._batches)
         self._samples = on_first_rank(lambda: CompletionSamples.of(context))
+        context.evaluation = self._evaluate
         settings = self._settings
         if settings.exact_rollout or settings.router_replay:
             self._forward_step.replay = RolloutReplay(
@@ -217,15 +220,29 @@ class Rollouts(Callback):
         if self._samples is not None:
             self._samples.close()
 
+    def _evaluate(self, run: Run) -> LossReport:
+        """Rewards of held-out prompts."""
+        assert run.data.valid is not None, "an evaluation has validation data"
+        dataset: EpochRows = run.data.valid.dataset  # type: ignore[attr-defined]
+        prompts = PromptStream(dataset, run.config.rng.seed)
+        names = [reward.name for reward in self._rewards]
+        metrics = evaluate_prompts(
+            run, self._settings, prompts, self._call_rewards, names, self._toolbox
+        )
+        device = torch.cuda.current_device()
+        return {
+            name: torch.tensor(value, dtype=torch.float64).to(device)
+            for name, value in metrics.items()
+        }
+
+    def _call_rewards(self, completions: Sequence[ScoredCompletion]) -> Tensor:
+        return on_first_rank(lambda: call_rewards(self._rewards, completions))
+
     def _generate(self, run: Run) -> Generation:
         assert self._prompts is not None, "on_train_start comes first"
         names = [reward.name for reward in self._rewards]
-
-        def score(completions: Sequence[ScoredCompletion]) -> Tensor:
-            return on_first_rank(lambda: call_rewards(self._rewards, completions))
-
         generation = generate_rollouts(
-            run, self._settings, self._prompts, score, names, self._toolbox
+            run, self._settings, self._prompts, self._call_rewards, names, self._toolbox
         )
         random = np.random.default_rng((run.config.rng.seed, self._prompts.drawn))
         order = random.permutation(len(generation.rollouts)).tolist()

@@ -3,10 +3,13 @@
 
 import os
 import re
-import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
+
+import requests
+from requests.adapters import HTTPAdapter
+from urllib3.util import Retry
 
 from megatron.bridge.training.config.blocks.reinforcement import JudgeConfig
 from megatron.bridge.utils.console import print_rank_0
@@ -36,7 +39,7 @@ class Judge:
         if "{completion}" not in settings.question:
             raise UserError(f"{KEY}.question has no {{completion}}, so the judge would not see it")
         self._settings = settings
-        self._client: Any = None
+        self._session = _open_session(settings)
 
     def __call__(
         self, prompts: Sequence[Any], completions: Sequence[Any], **columns: Sequence[Any]
@@ -81,36 +84,25 @@ class Judge:
 
     def _ask(self, question: str) -> str:
         settings = self._settings
-        for attempt in range(settings.retries + 1):
-            try:
-                answer = self._chat(question)
-                return str(answer.choices[0].message.content or "")
-            except Exception as error:
-                status = getattr(getattr(error, "response", None), "status_code", None)
-                is_last = attempt == settings.retries
-                if is_last or (status is not None and status not in RETRIED_STATUS):
-                    raise UserError(
-                        f"{KEY}.base_url={settings.base_url}: the judge {settings.model} fails with "
-                        f"{type(error).__name__}: {one_line(error)}: check that the server runs and has the model"
-                    ) from error
-                time.sleep(FIRST_PAUSE_SECONDS * 2**attempt)
-        raise AssertionError("the last attempt returns or raises")
-
-    def _chat(self, question: str) -> Any:
-        if self._client is None:
-            from huggingface_hub import InferenceClient
-
-            self._client = InferenceClient(
-                base_url=self._settings.base_url,
-                api_key=os.environ.get(self._settings.api_key_variable),
-                timeout=self._settings.timeout_seconds,
+        assert settings.base_url is not None, "the constructor refuses others"
+        try:
+            reply = self._session.post(
+                settings.base_url.rstrip("/") + "/chat/completions",
+                json={
+                    "model": settings.model,
+                    "messages": [{"role": "user", "content": question}],
+                    "max_tokens": settings.max_tokens,
+                    "temperature": 0.0,
+                },
+                timeout=settings.timeout_seconds,
             )
-        return self._client.chat_completion(
-            [{"role": "user", "content": question}],
-            model=self._settings.model,
-            max_tokens=self._settings.max_tokens,
-            temperature=0.0,
-        )
+            reply.raise_for_status()
+            return str(reply.json()["choices"][0]["message"]["content"] or "")
+        except (requests.RequestException, KeyError, IndexError, TypeError) as error:
+            raise UserError(
+                f"{KEY}.base_url={settings.base_url}: the judge {settings.model} fails with "
+                f"{type(error).__name__}: {one_line(error)}: check that the server runs and has the model"
+            ) from error
 
     def _reward(self, reply: str) -> float | None:
         """The last number of a reply, which may reason before it."""
@@ -120,6 +112,25 @@ class Judge:
         score = float(numbers[-1])
         highest = self._settings.highest_score
         return score / highest if 0 <= score <= highest else None
+
+
+def _open_session(settings: JudgeConfig) -> requests.Session:
+    """A session that repeats failed requests with growing pauses, for some threads."""
+    retry = Retry(
+        settings.retries,
+        backoff_factor=FIRST_PAUSE_SECONDS,
+        status_forcelist=RETRIED_STATUS,
+        allowed_methods=None,  # a question changes nothing, so it may be asked twice
+        raise_on_status=False,
+    )
+    adapter = HTTPAdapter(pool_maxsize=settings.concurrency, max_retries=retry)
+    session = requests.Session()
+    session.mount("http://", adapter)
+    session.mount("https://", adapter)
+    key = os.environ.get(settings.api_key_variable)
+    if key:
+        session.headers["Authorization"] = f"Bearer {key}"
+    return session
 
 
 def text_of(content: Any) -> str:

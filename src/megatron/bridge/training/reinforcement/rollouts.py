@@ -29,7 +29,11 @@ from megatron.bridge.models.chunk_info import evaluation_mode
 from megatron.bridge.training.config import ConfigContainer
 from megatron.bridge.training.config.blocks.reinforcement import GRPOConfig
 from megatron.bridge.training.optim.optimizer import gathered_params
-from megatron.bridge.training.reinforcement.advantages import Scores, score_rewards
+from megatron.bridge.training.reinforcement.advantages import (
+    Scores,
+    score_rewards,
+    weighted_sum,
+)
 from megatron.bridge.training.reinforcement.episodes import Episode, ToolTurns
 from megatron.bridge.training.reinforcement.rewards import ScoredCompletion
 from megatron.bridge.training.reinforcement.tools import Toolbox
@@ -99,6 +103,11 @@ class PromptStream:
         self.drawn = drawn
         """Prompts that the run has drawn so far."""
 
+    @property
+    def count(self) -> int:
+        """Number of different prompts."""
+        return len(self._dataset.rows)
+
     def draw(self) -> tuple[Prompt, int]:
         """The next prompt, and the seed of its completions."""
         position = self.drawn
@@ -144,7 +153,7 @@ def generate_rollouts(
         rounds = settings.dynamic_sampling_rounds if settings.dynamic_sampling else 0
         for remaining in range(rounds, -1, -1):
             drawn = [prompts.draw() for _ in range(needed - len(groups))]
-            new = complete_prompts(run, engine, settings, drawn, turns)
+            new = complete_prompts(run, engine, settings, drawn, settings.num_generations, turns)
             table = score([completion for group in new for completion in group.completions])
             has_signal = score_rewards(table, settings).has_signal.tolist()
             drawn_groups += len(new)
@@ -165,7 +174,7 @@ def generate_rollouts(
     scores = score_rewards(table, settings)
     generation = Generation(
         rollouts=_make_rollouts(groups, scores, settings),
-        metrics=_metrics(groups, table, scores, names),
+        metrics=_metrics(groups, table, scores.rewards, names),
     )
     if turns is not None:
         generation.metrics |= _tool_metrics(groups)
@@ -173,6 +182,43 @@ def generate_rollouts(
     generation.metrics["rollout tokens/s"] = generated_tokens / seconds
     generation.shown = _shown(groups, table, scores, names, settings.log_completions)
     return generation
+
+
+def evaluate_prompts(
+    run: Run,
+    settings: GRPOConfig,
+    prompts: PromptStream,
+    score: ScoreCompletions,
+    names: list[str],
+    toolbox: Toolbox,
+) -> dict[str, float]:
+    """Complete and score held-out prompts, the same ones with the same random numbers at every call.
+
+    Args:
+        run: The run, whose weights are used as they are.
+        settings: What to generate.
+        prompts: The held-out prompts, from the first.
+        score: Calls the reward functions.
+        names: Names of the reward functions.
+        toolbox: Functions that completions may call.
+
+    Returns:
+        Means over all completions, by name.
+    """
+    count = settings.num_generations_eval or settings.num_generations
+    completions = run.config.validation.eval_iters * run.config.train.global_batch_size
+    needed = min(max(1, completions // count), prompts.count)
+    with (
+        gathered_params(run.model),
+        evaluation_mode(run.model),
+        Engine(run.model, engine_config(run, settings), _transformers_tokenizer(run)) as engine,
+    ):
+        turns = tool_turns(run, settings, toolbox) if toolbox else None
+        drawn = [prompts.draw() for _ in range(needed)]
+        groups = complete_prompts(run, engine, settings, drawn, count, turns)
+        table = score([completion for group in groups for completion in group.completions])
+    metrics = _metrics(groups, table, weighted_sum(table, settings), names)
+    return metrics if turns is None else metrics | _tool_metrics(groups)
 
 
 def engine_config(run: Run, settings: GRPOConfig) -> EngineConfig:
@@ -221,21 +267,23 @@ def complete_prompts(
     engine: Engine,
     settings: GRPOConfig,
     prompts: Sequence[tuple[Prompt, int]],
+    count: int,
     turns: ToolTurns | None,
 ) -> list[_Group]:
-    """Complete each prompt ``num_generations`` times, with the tools that the completions call.
+    """Complete each prompt ``count`` times, with the tools that the completions call.
 
     Args:
         run: The run, whose tokenizer gives texts where the engine has none.
         engine: Generates; it is empty.
         settings: Lengths and sampling.
         prompts: Prompts and the seeds of their completions.
+        count: Completions of each prompt.
         turns: Reads the calls of answers; None without tools.
     """
     groups: list[_Group] = []
     waiting: list[_Answer] = []
     for prompt, seed in prompts:
-        episodes = [Episode(prompt, seed, index) for index in range(settings.num_generations)]
+        episodes = [Episode(prompt, seed, index) for index in range(count)]
         plan = None if turns is None else turns.plan(prompt.tokens)
         sampling = _sampling(settings, settings.max_completion_length, seed, plan)
         jobs = _submit(engine, prompt, prompt.tokens, replace(sampling, n=len(episodes)))
@@ -342,14 +390,14 @@ def _make_rollouts(groups: list[_Group], scores: Scores, settings: GRPOConfig) -
 
 
 def _metrics(
-    groups: list[_Group], table: Tensor, scores: Scores, names: list[str]
+    groups: list[_Group], table: Tensor, rewards: Tensor, names: list[str]
 ) -> dict[str, float]:
-    """Means over the completions that are trained on."""
+    """Means over completions; ``rewards`` are their weighted sums."""
     episodes = [episode for group in groups for episode in group.episodes]
     lengths = torch.tensor([float(len(episode.tokens)) for episode in episodes], device="cpu")
     truncated = [episode.is_truncated for episode in episodes]
     metrics = {
-        "reward": scores.rewards.nanmean().item(),
+        "reward": rewards.nanmean().item(),
         "completion length": lengths.mean().item(),
         "truncated completions": sum(truncated) / len(episodes),
     }

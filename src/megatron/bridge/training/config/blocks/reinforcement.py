@@ -87,6 +87,8 @@ class GRPOConfig:
 
     num_generations: Annotated[int, Range(least=2, most=128)] = 8
     """Completions of each prompt."""
+    num_generations_eval: Annotated[int | None, Range(least=1, most=128)] = None
+    """Completions of each held-out prompt in an evaluation. None is ``num_generations``."""
     max_completion_length: Annotated[int, AT_LEAST_ONE] = 512
     """Maximum number of tokens to generate."""
     temperature: Annotated[float, ABOVE_ZERO] = 1.0

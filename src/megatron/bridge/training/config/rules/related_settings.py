@@ -79,11 +79,6 @@ EXCLUSIONS = [
     Exclusive("grpo", "distill", remedy="unset one of them"),
     Exclusive("grpo", "dpo", remedy="unset one of them"),
     # batches are made when a step begins, from what the model writes
-    Exclusive(
-        "grpo",
-        "validation.eval_iters",
-        remedy="there is no loss of held-out prompts, set validation.eval_iters=0",
-    ),
     Exclusive("grpo", "train.iterations_to_skip", remedy="unset the second"),
     Exclusive("grpo", "train.rampup_batch_size", remedy="unset the second"),
     Exclusive("grpo", "rerun_state_machine", remedy="unset the second"),
