@@ -85,9 +85,25 @@ def test_settings_without_a_meaning_are_refused(tmp_path):
     root = write(tmp_path / "file.jsonl", {"prompt": "1"})
     for settings in (
         {"truncation": "left"},
-        {"do_validation": True},
+        {"do_test": True},
         {"padding_free": False},
         {"prepared_dir": "p"},
     ):
         with pytest.raises(UserError, match=f"dataset.{next(iter(settings))}"):
             prompts(root, **settings)
+
+
+def test_held_out_prompts_keep_their_order(tmp_path, capfd):
+    write(tmp_path / "training.jsonl", *[{"prompt": str(index)} for index in range(5)])
+    request = DatasetRequest((5, 4, 4), TOKENIZER, image_share=None)
+    config = PromptDatasetConfig(dataset_root=str(tmp_path), seq_length=32)
+    assert config.build(request).valid is None
+    assert "validation.jsonl" in capfd.readouterr().err
+    write(tmp_path / "validation.jsonl", *[{"prompt": str(index)} for index in (7, 3)])
+    splits = config.build(request)
+    held_out = [prompt_at(splits.valid, index).tokens for index in range(3)]
+    assert held_out == [[7], [3], [7]]
+    assert splits.test is None
+    single = PromptDatasetConfig(dataset_root=str(tmp_path / "training.jsonl"), seq_length=32)
+    assert single.build(request).valid is None
+    assert "dataset.validation_split" in capfd.readouterr().err

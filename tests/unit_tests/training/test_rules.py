@@ -838,7 +838,6 @@ RELATED = [
         {"grpo": GRPOConfig(), "dpo": DPOConfig(), "train.iterations_to_skip": [3]},
         [
             "grpo and dpo exclude",
-            "grpo and validation.eval_iters=1 exclude",
             "grpo and train.iterations_to_skip=[3] exclude",
         ],
     ),

@@ -123,15 +123,10 @@ class PromptDatasetConfig(SFTDatasetConfig):
         return problems
 
     def build(self, request: DatasetRequest) -> Splits:
-        from megatron.bridge.data.prompts.prompts import build_prompts  # imports torch
+        from megatron.bridge.data.prompts.prompts import build_prompt_splits  # imports torch
 
         self.finalize()
-        train = build_prompts(self, request.tokenizer, request.sizes[0])
-        held_out = request.sizes[1] and self.source("valid") is not None
-        valid = (
-            build_prompts(self, request.tokenizer, request.sizes[1], "valid") if held_out else None
-        )
-        return Splits(train, valid, None)
+        return build_prompt_splits(self, request)
 
     def count_rows(self, tokenizer: "Tokenizer") -> int:
         from megatron.bridge.data.prompts.prompts import build_prompts  # imports torch

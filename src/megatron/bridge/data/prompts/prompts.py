@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from megatron.bridge.data.dataset_config import Split
+from megatron.bridge.data.dataset_config import DatasetRequest, Split, Splits
 from megatron.bridge.data.finetuning.builder import add_other_problems
 from megatron.bridge.data.finetuning.rows import EpochRows, SampleRows
 from megatron.bridge.data.records.encoding import TOO_LONG, EncodedRecords, RecordEncoder
@@ -17,6 +17,7 @@ from megatron.bridge.data.records.record_config import EncodingRules
 from megatron.bridge.data.records.samples import EncodingReport, Sample, Samples
 from megatron.bridge.data.records.sources import LocatedRecord
 from megatron.bridge.data.tokenizer import HuggingFaceTokenizer, Tokenizer
+from megatron.bridge.utils.console import print_rank_0
 from megatron.bridge.utils.errors import UserError
 
 if TYPE_CHECKING:
@@ -159,6 +160,21 @@ class PromptRows(SampleRows):
 
     def titles(self, count: int) -> list[str]:
         return [f"prompt {index + 1}" for index in range(min(count, len(self)))]
+
+
+def build_prompt_splits(config: "PromptDatasetConfig", request: DatasetRequest) -> Splits:
+    """The prompts to train on, and those to evaluate if the run does and there are any."""
+    train_size, valid_size, _ = request.sizes
+    train = build_prompts(config, request.tokenizer, train_size)
+    if not valid_size:
+        return Splits(train, None, None)
+    if config.source("valid") is None:
+        print_rank_0(
+            "note: the data has no held-out prompts, so nothing is evaluated: give a folder with validation.jsonl, or "
+            "set dataset.validation_split"
+        )
+        return Splits(train, None, None)
+    return Splits(train, build_prompts(config, request.tokenizer, valid_size, "valid"), None)
 
 
 def build_prompts(
