@@ -27,15 +27,45 @@ from megatron.bridge.autotune.search.candidate import (
 )
 from megatron.bridge.autotune.search.price import Pricer
 from megatron.bridge.autotune.time.simulate import makespan
+from megatron.bridge.peft.lora import LoRA
 from megatron.bridge.recipes.catalog import catalog
+from megatron.bridge.recipes.sizes import size_of
 from megatron.bridge.utils.config import yaml_text
 
 PRETRAIN = "_pretrain_config"
 ALIASES = {"nemotron340b": "nemotron4340b", "nemotron15b": "nemotron415b"}
 """Models as published tables spell them, letters and digits only, where the names of recipes differ."""
 
-GPT_SIZES = {"gpt70b": (80, 8192, 64), "gpt177b": (96, 12288, 96), "gpt314b": (96, 16384, 128)}
-"""Layers, hidden size and heads of the models in Megatron-LM's table."""
+GPT_SIZES = {
+    # Narayanan et al., 2021, table 1
+    "gpt17b": (24, 2304, 24),
+    "gpt36b": (30, 3072, 32),
+    "gpt75b": (36, 4096, 32),
+    "gpt184b": (40, 6144, 48),
+    "gpt391b": (48, 8192, 64),
+    "gpt761b": (60, 10240, 80),
+    "gpt1456b": (80, 12288, 96),
+    "gpt3101b": (96, 16384, 128),
+    "gpt5296b": (105, 20480, 128),
+    "gpt1008b": (128, 25600, 160),
+    # Korthikanti et al., 2022, table 3
+    "gpt22b": (48, 6144, 64),
+    "mtnlg530b": (105, 20480, 128),
+    # NeMo's recipe gpt3_5b
+    "gpt35b": (24, 4096, 32),
+    # Megatron-LM's README
+    "gpt70b": (80, 8192, 64),
+    "gpt177b": (96, 12288, 96),
+    "gpt314b": (96, 16384, 128),
+}
+"""Layers, hidden size and heads of GPT models."""
+GPT_VOCABULARIES = {"Narayanan": 51200, "Korthikanti": 51200, "README": 131072}
+"""By a word of the source."""
+MATRIX_OF_README = ("gpt17b", "gpt16b", "gpt119b")
+"""Models of the table in Megatron-LM's README whose sizes it does not state."""
+WRITTEN_SIZES = re.compile(r"GPT .*\((\d+)x(\d+), ffn (\d+), GQA (\d+), vocab (\d+)\)")
+PUBLISHED = {"Moonlight-16B-A3B": ("deepseek_v3", "moonshotai/Moonlight-16B-A3B")}
+"""Models without a recipe of pretraining: a recipe with the same kind of layers, and a published config."""
 
 LLAMA_PAPER = {
     "virtual": 8,
@@ -88,7 +118,7 @@ def main() -> None:
     for title, is_moe in (("dense", False), ("mixtures of experts", True)):
         _summary(title, [row for row in rows if row.is_moe == is_moe])
     _order(rows)
-    print(f"{len(skipped)} rows without a recipe: {', '.join(sorted(set(skipped)))}")
+    print(f"{len(skipped)} rows are not priced: {', '.join(sorted(set(skipped)))}")
 
 
 def _summary(title: str, rows: list[Row]) -> None:
@@ -117,26 +147,68 @@ def _differ(one: Row, other: Row) -> bool:
 def _rows(path: Path, skipped: list[str], verbose: bool) -> Iterator[Row]:
     with path.open(newline="") as file:
         for line in csv.DictReader(file):
-            config = _config(line)
-            card = next((name for name in GPUS if name.split()[0] == line["gpu"].split()[0]), None)
-            if config is None or card is None or not line["seq"]:
-                skipped.append(f"{line['model']} on {line['gpu']}")
+            reason = _reason_to_skip(line)
+            config = None if reason else _config(line)
+            if config is None:
+                skipped.append(f"{line['model']} on {line['gpu']} ({reason or 'no recipe'})")
                 continue
+            card = _card(line)
+            assert card is not None, "a reason to skip"
             yield _predict(line, config, "A100 80GB" if card.startswith("A100") else card, verbose)
+
+
+def _card(line: dict[str, str]) -> str | None:
+    return next((name for name in GPUS if name.split()[0] == line["gpu"].split()[0]), None)
+
+
+def _reason_to_skip(line: dict[str, str]) -> str | None:
+    """Return why a row says too little to be priced."""
+    if _card(line) is None:
+        return "unknown GPU"
+    if not line["seq"]:
+        return "length not stated"
+    if "model_table" in line["source"] and _plain(line["model"]) in MATRIX_OF_README:
+        return "sizes not stated"
+    is_long = "long_sequence" in line["source"]
+    if not line["gbs"] and not is_long and int(line["pp"] or 1) > 1:
+        return "batch not stated, which decides the share of pipeline bubbles"
+    return None
 
 
 def _config(line: dict[str, str]) -> Any:
     key = _plain(line["model"])
-    if key in GPT_SIZES:
-        config = _resolved("gpt3_175b")
-        config.model.num_layers, config.model.hidden_size, config.model.num_attention_heads = (
-            GPT_SIZES[key]
-        )
-        config.model.ffn_hidden_size, config.model.kv_channels = 4 * config.model.hidden_size, None
-        config.model.num_query_groups = None
-        return config
-    start = _start(line)
-    return start and _resolved(start)
+    written = WRITTEN_SIZES.match(line["model"])
+    if written is not None:
+        layers, hidden, ffn, groups, vocabulary = map(int, written.groups())
+        config = _gpt(layers, hidden, hidden // 128, vocabulary)
+        config.model.ffn_hidden_size, config.model.num_query_groups = ffn, groups
+    elif key in GPT_SIZES:
+        words = (word for word in GPT_VOCABULARIES if word in line["source"])
+        config = _gpt(*GPT_SIZES[key], GPT_VOCABULARIES[next(words, "Narayanan")])
+    elif line["model"] in PUBLISHED:
+        start, hub_id = PUBLISHED[line["model"]]
+        config = _resolved(start)
+        config.model = size_of(hub_id).provider()
+    else:
+        start = _start(line)
+        if start is None:
+            return None
+        config = _resolved(start)
+    if "LoRA" in line["source"]:
+        config.peft = (
+            LoRA()
+        )  # the layers of its default, of which weights only adapters are trained
+    return config
+
+
+def _gpt(layers: int, hidden: int, heads: int, vocabulary: int) -> Any:
+    config = _resolved("gpt3_175b")
+    model = config.model
+    model.num_layers, model.hidden_size, model.num_attention_heads = layers, hidden, heads
+    model.ffn_hidden_size, model.kv_channels = 4 * hidden, None
+    model.num_query_groups = None
+    model.vocab_size = vocabulary
+    return config
 
 
 def _start(line: dict[str, str]) -> str | None:
@@ -199,10 +271,12 @@ def _set_dispatcher(model: Any, line: dict[str, str]) -> None:
     """Set how tokens reach their experts; of NeMo's scripts, ``pretrain_deepseek_v3.py`` uses DeepEP on H100."""
     source, gpu = line["source"], line["gpu"].split()[0]
     found = re.match(r"Megatron-Bridge.* release ([\d.]+\d)", source)
-    if found is None:
+    if "HybridEP" in source:
+        flex, overlap = True, "EP overlap on" in source
+    elif found is None:
         flex, overlap = "NeMo" in source and (_start(line), gpu) == ("deepseek_v3", "H100"), False
     else:
-        release = SETTINGS[max(filter(found[1].startswith, SETTINGS), key=len)]
+        release = SETTINGS[_known_release(found[1])]
         run = f"{_start(line)} {gpu} {line['precision']} EP{line['ep']}"
         flex, overlap = (
             any(fnmatchcase(run, each) for each in release[key]) for key in ("alltoall", "overlap")
@@ -210,6 +284,16 @@ def _set_dispatcher(model: Any, line: dict[str, str]) -> None:
         flex = not flex
     model.moe_token_dispatcher_type = "flex" if flex else "alltoall"
     model.overlap_moe_expert_parallel_comm = overlap
+
+
+def _known_release(release: str) -> str:
+    """Return the longest listed start of a release's name, or else the newest listed release before it."""
+    starts = [known for known in SETTINGS if release.startswith(known)]
+    if starts:
+        return max(starts, key=len)
+    numbers = [int(part) for part in release.split(".")]
+    earlier = [known for known in SETTINGS if [int(part) for part in known.split(".")] < numbers]
+    return max(earlier or SETTINGS, key=lambda known: [int(part) for part in known.split(".")])
 
 
 def _candidate(line: dict[str, str], config: Any) -> Candidate:
@@ -226,6 +310,9 @@ def _candidate(line: dict[str, str], config: Any) -> Candidate:
 
 
 def _recompute(text: str) -> Recompute:
+    block = re.match(r"full block (\d+) layers", text)
+    if block is not None:
+        return ("full", "block", int(block[1]), None)
     if text.startswith("full"):
         return FULL_RECOMPUTE
     known = [

@@ -191,8 +191,11 @@ class Pricer:
             count % parts == 0 and not ahead and (is_hybrid or count // parts >= _MANY)
         ):
             return candidate, [count // parts] * parts
-        if count < parts - 1 or is_hybrid:
+        if count < parts - 2 or is_hybrid:
             return None
+        if count == parts - 2:  # as Llama 3.1 405B was trained: 126 layers in 128 chunks
+            layers_per_chunk = [0, *[1] * count, 0]
+            return replace(candidate, layout=spelled(layers_per_chunk, ahead)), layers_per_chunk
         key = replace(candidate, pipeline=parts, virtual=1, recompute=NO_RECOMPUTE, layout=None)
         if key not in self._divided:
             self._divided[key] = self._balanced(candidate, layers, parts)
@@ -416,6 +419,8 @@ def spelled(counts: Sequence[int], ahead: int) -> str:
     Example:
         >>> spelled([2, 2, 1], 1)
         'Ett|tt|tmL'
+        >>> spelled([0, 1, 1, 0], 0)
+        'E|t|t|L'
     """
     parts = ["t" * count for count in counts]
     parts[0] = "E" + parts[0]
