@@ -36,7 +36,8 @@ def layer_shape(layer: nn.Module, hidden: int, length: int) -> LayerShape:
         router=tuple(matrix for path, matrix in pairs if is_undivided(path)),
         experts=tuple(experts),
         between=sum(operations_between(module, length) for module in layer.modules()),
-        states=sum(map(_scan_state_bytes, layer.modules())),
+        scan_bytes=sum(map(_scan_bytes, layer.modules())),
+        backward_scans=max(map(_backward_scans, layer.modules())),
         quadratic=attention is not None,
         norms=sum(weight_shape(module) == (hidden,) for module in layer.modules()),
         inner=sum(item.columns if item.name in INTO_RESIDUAL else item.rows for item in dense),
@@ -107,9 +108,14 @@ def _local_experts(layer: nn.Module) -> int:
     )
 
 
-def _scan_state_bytes(module: Any) -> float:
+def _scan_bytes(module: Any) -> float:
     feature = feature_of(type(module))
-    return 0.0 if feature is None else feature.state_bytes(module)
+    return 0.0 if feature is None else feature.scan_bytes(module)
+
+
+def _backward_scans(module: Any) -> float:
+    feature = feature_of(type(module))
+    return 0.0 if feature is None else feature.backward_scans
 
 
 def _clamp_of(module: Any) -> float | None:

@@ -97,7 +97,7 @@ def test_quantization_to_mxfp8_takes_as_long_as_on_a_b300():
     """Transformer Engine's tutorial on profiling products: 1.82 ms for 2.48e9 numbers, the difference of two tables."""
     matrices = (Matrix("linear_fc1", rows=16384, columns=16384),)
     nothing = {"norms": 0, "inner": 0, "blocks": 0, "keys": 0, "weights": 0, "expert_weights": 0}
-    shape = LayerShape(matrices, (), (), between=0.0, states=0.0, quadratic=False, **nothing)
+    shape = LayerShape(matrices, (), (), between=0.0, scan_bytes=0.0, quadratic=False, **nothing)
     run, card = LayerSettings(tokens=16384, hidden=0), gpu("B300")
     fp8, bf16 = (
         layer_time(shape, run, Roofline(card, precision)).forward.memory

@@ -123,9 +123,10 @@ def _time_between_products(
         factor = 1.0 if direction == "forward" else 2.5
         return kernels.attention(operations * factor, direction, shape.seen, shape.head)
     scan = max(
-        operations / (kernels.card.bf16 * SCAN_EFFICIENCY), kernels.moved(shape.states * run.tokens)
+        operations / (kernels.card.bf16 * SCAN_EFFICIENCY),
+        kernels.moved(shape.scan_bytes * run.tokens),
     )
-    return scan * (1 if direction == "forward" else 2)
+    return scan * (1 if direction == "forward" else shape.backward_scans)
 
 
 def _memory_bound_time(shape: LayerShape, run: LayerSettings, kernels: Roofline) -> float:

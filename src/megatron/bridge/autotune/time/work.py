@@ -26,9 +26,7 @@ class LayerShape:
     ]  # and projections around experts: multiply the tokens of one sequence-parallel rank
     experts: tuple[Matrix, ...]  # matrices of one expert
     between: float  # forward operations per token between the matrices: attention, or the scan of a mixer
-    states: (
-        float  # bytes per token of the states between chunks that a scan writes and reads forward
-    )
+    scan_bytes: float  # bytes per token that the kernels of a scan write and read forward
     quadratic: bool  # whether ``between`` is attention, which runs in a fused kernel
     norms: int  # norms over the hidden size
     inner: int  # elements per token that activations and rotary embeddings read or write
@@ -41,6 +39,7 @@ class LayerShape:
     expert_biases: bool = False  # whether experts have biases
     clamped: bool = False  # whether activations are clamped
     trained: float = 1.0  # fraction of the parameters that are trained
+    backward_scans: float = 2.0  # time of the backward pass of a scan, in forward passes
 
     @property
     def dispatched(self) -> int:

@@ -143,8 +143,11 @@ class LayerFeature:
         """Return the fp32 elements that are in memory while ``module`` recomputes a scan in its backward pass."""
         return 0
 
-    def state_bytes(self, module: Any) -> float:
-        """Return the bytes per token of the states that a fused scan writes and reads in its forward pass."""
+    backward_scans: ClassVar[float] = 2.0
+    """Time of the backward pass of a scan, in forward passes."""
+
+    def scan_bytes(self, module: Any) -> float:
+        """Return the bytes per token that the kernels of a scan write and read in its forward pass."""
         return 0.0
 
     def notes(self, config: Any) -> Iterator[str]:

@@ -104,7 +104,7 @@ class GatedDeltaNetFeature(LayerFeature):
             return 0
         return module.scan_numbers(tokens)
 
-    def state_bytes(self, module: Any) -> float:
+    def scan_bytes(self, module: Any) -> float:
         """Count the states of a chunk in bf16, which fla moves twice."""
         heads = module.num_value_heads // module.tp_size
         return 2 * _BF16 * heads * module.key_head_dim * module.value_head_dim / _CHUNK

@@ -13,6 +13,10 @@ from megatron.bridge.backends.recurrent.one_group_mamba import OneGroupMambaMixe
 from megatron.bridge.models.features.feature import ToySizes
 from megatron.bridge.models.features.mixer_layers import MixerFeature
 
+# bytes of a number
+_BF16 = 2
+_FP32 = 4
+
 
 @dataclass
 class MambaFields:
@@ -83,12 +87,22 @@ class MambaFeature(MixerFeature):
             return module.scan_numbers(tokens)
         return 0
 
-    def state_bytes(self, module: Any) -> float:
-        """Count the states of a chunk in fp32, which mamba-ssm moves four times."""
+    # mamba-ssm's backward pass computes four of the five forward kernels again, and the gradients of all five products
+    backward_scans = 4.0
+
+    def scan_bytes(self, module: Any) -> float:
+        """Count what the five kernels of mamba-ssm move.
+
+        The states of a chunk in fp32 four times; the products of C and B within a chunk in fp32, written and read; the
+        features of x twice, gates, and outputs; and B and C twice.
+        """
         if isinstance(module, Mamba1Mixer):
             return 0.0
-        states = module.nheads_local_tp * module.headdim * _state_size(module)
-        return 4 * 4 * states / module.chunk_size
+        features = module.nheads_local_tp * module.headdim
+        states = features * _state_size(module) / module.chunk_size
+        products = module.ngroups_local_tp * module.chunk_size
+        shared = 2 * module.ngroups_local_tp * module.d_state
+        return _FP32 * (4 * states + 2 * products) + _BF16 * (4 * features + 2 * shared)
 
     def notes(self, config: Any) -> Iterator[str]:
         if any(config.mamba_layers or ()):
