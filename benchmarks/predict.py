@@ -64,8 +64,16 @@ GPT_VOCABULARIES = {"Narayanan": 51200, "Korthikanti": 51200, "README": 131072}
 MATRIX_OF_README = ("gpt17b", "gpt16b", "gpt119b")
 """Models of the table in Megatron-LM's README whose sizes it does not state."""
 WRITTEN_SIZES = re.compile(r"GPT .*\((\d+)x(\d+), ffn (\d+), GQA (\d+), vocab (\d+)\)")
+PREDICTED_AHEAD = {"nemotron_3_super": ("*E", 2)}
+"""Layers of a multi-token prediction and their number, which Megatron-Bridge's recipe of the model trains, and which
+the models of this package leave out: they are priced as further layers, output layers and losses."""
+NO_TENSOR_OVERLAP = ("nemotron_3_super",)
+"""Models whose performance recipes do not set ``tp_comm_overlap``."""
 PUBLISHED = {"Moonlight-16B-A3B": ("deepseek_v3", "moonshotai/Moonlight-16B-A3B")}
 """Models without a recipe of pretraining: a recipe with the same kind of layers, and a published config."""
+
+_COUNTED: dict[tuple[str, int, bool], dict[Any, Any]] = {}
+"""Layers by model, length and adapters: most models are in many rows."""
 
 LLAMA_PAPER = {
     "virtual": 8,
@@ -194,6 +202,10 @@ def _config(line: dict[str, str]) -> Any:
         if start is None:
             return None
         config = _resolved(start)
+    if _start(line) in PREDICTED_AHEAD:
+        kinds, times = PREDICTED_AHEAD[str(_start(line))]
+        config.model.hybrid_override_pattern += kinds * times
+        config.model.num_layers += len(kinds) * times
     if "LoRA" in line["source"]:
         config.peft = (
             LoRA()
@@ -243,11 +255,14 @@ def _predict(line: dict[str, str], config: Any, card: str, verbose: bool) -> Row
     quantized = "FP8" in line["precision"]
     config.model.fp8 = "hybrid" if quantized else None
     config.model.fp4 = "e2m1" if "FP4" in line["precision"] else None
-    config.model.tp_comm_overlap = candidate.tensor > 1
+    config.model.tp_comm_overlap = candidate.tensor > 1 and _start(line) not in NO_TENSOR_OVERLAP
     config.model.cp_comm_type = "p2p"
     if config.model.num_moe_experts:
         _set_dispatcher(config.model, line)
-    price = Pricer(config, gpus, card).price(candidate, makespan)
+    of_row = (line["model"], length, "LoRA" in line["source"])
+    pricer = Pricer(config, gpus, card, layers=_COUNTED.setdefault(of_row, {}))
+    _, pricer.further_losses = PREDICTED_AHEAD.get(str(_start(line)), ("", 0))
+    price = pricer.price(candidate, makespan)
     assert price is not None, line
     step = price.prediction
     measured = (
@@ -315,11 +330,9 @@ def _recompute(text: str) -> Recompute:
         return ("full", "block", int(block[1]), None)
     if text.startswith("full"):
         return FULL_RECOMPUTE
-    known = [
-        module
-        for module in ("mla_up_proj", "moe_act", "layernorm", "mlp", "core_attn")
-        if module in text
-    ]
+    named = re.split(r"[^a-z_]+", text)
+    modules = ("mla_up_proj", "moe_act", "moe", "layernorm", "mlp", "core_attn")
+    known = [module for module in modules if module in named]
     return ("selective", None, None, tuple(known)) if known else NO_RECOMPUTE
 
 

@@ -55,7 +55,7 @@ class Price:
 
 
 @dataclass(frozen=True)
-class _Layers:
+class CountedLayers:
     """The layers of a model, split over tensor and expert tensor ranks, with a single expert per layer."""
 
     decoder: tuple[tuple[LayerShape, Any], ...]
@@ -65,11 +65,22 @@ class _Layers:
 class Pricer:
     """Predicts the costs of candidates, whose values replace those of a resolved config, on GPUs named ``card``.
 
-    With a ``profile``, times are those of its device.
+    Args:
+        config: The config.
+        world_size: Number of GPUs.
+        card: Their name in ``gpus.GPUS``.
+        profile: Measured times of a device, which replace its data sheet.
+        layers: Layers that other pricers have counted, which this one reads and adds to. They must be of configs that
+            differ only in layout, batch, precision and GPUs, and have the same sequence length.
     """
 
     def __init__(
-        self, config: ConfigContainer, world_size: int, card: str, profile: Profile | None = None
+        self,
+        config: ConfigContainer,
+        world_size: int,
+        card: str,
+        profile: Profile | None = None,
+        layers: dict[tuple[int, int], "CountedLayers"] | None = None,
     ) -> None:
         self.config = config
         self.world_size = world_size
@@ -77,11 +88,12 @@ class Pricer:
         self.profile = profile
         self.length = config.dataset.seq_length  # of a sample, for attention
         self.factor = 1.0  # measured over predicted time
+        self.further_losses = 0  # output layers and losses beside those of the config's layers
         self.imbalance = 1.0  # tokens of the busiest expert rank divided by the average
         self.microbatches: Callable[[Candidate], int] | None = (
             None  # replaces the microbatches of the config's batch
         )
-        self._layers: dict[tuple[int, int], _Layers] = {}
+        self._layers: dict[tuple[int, int], CountedLayers] = {} if layers is None else layers
         self._counted: dict[Any, activations.LayerCounts] = {}
         self._towers: dict[int, TowerCounts] = {}
         self._divided: dict[Candidate, list[int] | None] = {}
@@ -204,7 +216,9 @@ class Pricer:
             return None if layers_per_chunk is None else (candidate, layers_per_chunk)
         return replace(candidate, layout=spelled(layers_per_chunk, ahead)), layers_per_chunk
 
-    def _balanced(self, candidate: Candidate, layers: "_Layers", parts: int) -> list[int] | None:
+    def _balanced(
+        self, candidate: Candidate, layers: "CountedLayers", parts: int
+    ) -> list[int] | None:
         setting = setting_of(self.configured(candidate), self.world_size)
         run = setting.run
         kernels = self.kernels
@@ -231,7 +245,7 @@ class Pricer:
             chunk = Chunk(
                 tuple(shape for shape, _ in inside),
                 position == 0,
-                (1 + len(layers.ahead)) if last else 0,
+                (1 + len(layers.ahead) + self.further_losses) if last else 0,
             )
             key = (
                 *map(id, chunk.layers),
@@ -331,13 +345,13 @@ class Pricer:
         owned = trained[0] / replicas + trained[1] / expert_replicas
         return sum(held) * (bytes_per_element + copies), sum(trained) * gradient, moments * owned
 
-    def _of(self, candidate: Candidate) -> _Layers:
+    def _of(self, candidate: Candidate) -> CountedLayers:
         key = (candidate.tensor, candidate.expert_tensor or candidate.tensor)
         if key not in self._layers:
             self._layers[key] = self._build(*key)
         return self._layers[key]
 
-    def _build(self, tensor: int, expert_tensor: int) -> _Layers:
+    def _build(self, tensor: int, expert_tensor: int) -> CountedLayers:
         """Build the full model on the meta device with one expert; equal layers share one module and one shape."""
         model = meta_model.unsplit(without_quantization(self.config.model))
         for name in ("should_pad_vocab", "make_query_groups_divisible_by"):
@@ -358,7 +372,7 @@ class Pricer:
             shape = layer_shape(layer, model.hidden_size, self.length)
             shape = self._shapes.setdefault(shape, shape)
             (decoder if index < count else ahead).append((shape, first.setdefault(shape, layer)))
-        return _Layers(tuple(decoder), tuple(ahead))
+        return CountedLayers(tuple(decoder), tuple(ahead))
 
 
 def _both_totals(counts: Any) -> float:
