@@ -226,3 +226,12 @@ def test_layouts_that_the_rules_of_a_run_refuse_make_room_for_others(capsys):
         == 0
     )
     assert len(json.loads(capsys.readouterr().out)["layouts"]) == 1
+
+
+def test_layouts_within_the_doubt_are_said_to_be_equal(capsys):
+    few = ["--fixed", "pipeline=1", "context=1", "tensor=1"]
+    _, out, _ = tune(capsys, *few, "--top", "3")
+    assert "layouts 1 to " in out
+    assert "--probe " in out
+    _, out, _ = tune(capsys, *few, "--top", "1")
+    assert "--probe" not in out

@@ -4,7 +4,7 @@
 import argparse
 import json
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
@@ -432,6 +432,24 @@ def _ranking(search: "Search", results: "Found", probed: bool) -> Iterator[str]:
             )
         )
     yield from columns(rows)
+    if not probed:
+        yield from _doubt(search, results.best)
+
+
+def _doubt(search: "Search", best: "Sequence[Price]") -> Iterator[str]:
+    """Say which layouts the prediction cannot tell apart, and what measures them."""
+    first = best[0]
+    slowest = first.prediction.high / first.seconds * first.seconds_per_token
+    equal = [
+        price
+        for price in best
+        if price.prediction.low / price.seconds * price.seconds_per_token <= slowest
+    ]
+    if len(equal) > 1:
+        yield (
+            f"layouts 1 to {len(equal)} are equal within the doubt of the prediction, as their intervals overlap: on "
+            f"{search.world_size} {search.pricer.card}, this command with --probe {len(equal)} measures them"
+        )
 
 
 def _origin(search: "Search", probed: bool) -> str:

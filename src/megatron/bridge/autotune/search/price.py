@@ -268,12 +268,14 @@ class Pricer:
         sizes = replace(sizes, expert_tokens=int(sizes.expert_tokens * self.imbalance))
         pipeline = pipeline_of(config, self.world_size)
         stage_bytes = []
+        different = {
+            id(module): module for stages in modules for inside in stages for module in inside
+        }
+        counts = {place: self._count(module, sizes) for place, module in different.items()}
         for stage, chunks in enumerate(plan):
             front = None if stage else self._with_tower
             counted = [
-                activations.ChunkCounts(
-                    [self._count(module, sizes) for module in inside], chunk.losses > 0
-                )
+                activations.ChunkCounts([counts[id(module)] for module in inside], chunk.losses > 0)
                 for chunk, inside in zip(chunks, modules[stage], strict=True)
             ]
             if front is not None:

@@ -28,6 +28,7 @@ from megatron.bridge.training.config.rules import (
     RULES,
     SIZE_RULES,
     experts,
+    fields,
     layout,
     performance,
     stages,
@@ -41,6 +42,10 @@ _LAYOUT_RULES = [
     for rule in RULES
     if rule.__module__ in {experts.__name__, layout.__name__, stages.__name__}
 ]
+
+# Rules on sizes that a layout changes. Those on all numbers held when the config was resolved, and they take most of
+# the time of a check.
+_SIZE_RULES = [rule for rule in SIZE_RULES if rule.__module__ != fields.__name__]
 
 # The rules that must hold before the model can be built.
 _EARLY_RULES = [
@@ -139,7 +144,7 @@ class Search:
     def problems(self, candidate: Candidate) -> list[str]:
         """Return the rules of training that a candidate violates; none if it is allowed."""
         config = self.pricer.configured(candidate)
-        if problems := violations(SIZE_RULES, config, self.world_size) or [
+        if problems := violations(_SIZE_RULES, config, self.world_size) or [
             *self._batch_problems(candidate)
         ]:
             return problems

@@ -11,9 +11,9 @@ from megatron.bridge.autotune.time.schedule import Pipeline
 from megatron.bridge.autotune.time.simulate import PassSpan, PassTimes, makespan, simulate
 from megatron.bridge.autotune.time.work import Cost, LayerSettings, LayerShape, operations_per_token
 
-# Half width of the interval that contains the measured step in about 80 of 100 cases, as a fraction of the step:
-# estimates for dense models and mixtures of experts (docs/tuner.md).
-SPREAD = {False: 0.20, True: 0.25}
+# Ends of the interval that contains the measured step in about 80 of 100 cases, as multiples of the predicted step, for
+# dense models and mixtures of experts: about where 10 and 90 % of published steps are (docs/tuner.md).
+INTERVAL = {False: (0.88, 1.20), True: (0.88, 1.47)}
 
 # Bytes that AdamW reads and writes per parameter that a rank owns: gradient, fp32 weight and two moments
 # (16 read, 12 written), the bf16 weight (2), and the gradient again for its norm and its scale (8).
@@ -140,14 +140,15 @@ def _make_prediction(
     split: dict[str, float],
 ) -> Prediction:
     seconds = sum(split.values())
-    half = SPREAD[
-        any(layer.experts for chunks in plan for chunk in chunks for layer in chunk.layers)
-    ]
+    has_experts = any(
+        layer.experts for chunks in plan for chunk in chunks for layer in chunk.layers
+    )
+    low, high = INTERVAL[has_experts]
     operations = model_operations(plan, setting)
     return Prediction(
         seconds=seconds,
-        low=seconds * (1 - half),
-        high=seconds * (1 + half),
+        low=seconds * low,
+        high=seconds * high,
         split=split,
         busy=busy,
         tokens_per_second=setting.tokens / seconds,
