@@ -10,6 +10,7 @@ import torch.nn.functional as F
 import transformers
 
 from megatron.bridge import AutoBridge
+from megatron.bridge.cli.main import main
 from megatron.bridge.data.config import (
     ClassificationDatasetConfig,
     EmbeddingDatasetConfig,
@@ -17,6 +18,7 @@ from megatron.bridge.data.config import (
     RewardDatasetConfig,
     TokenClassificationDatasetConfig,
 )
+from megatron.bridge.peft.lora import LoRA
 from megatron.bridge.training.callbacks import Callback
 from megatron.bridge.training.config import (
     CheckpointConfig,
@@ -311,3 +313,42 @@ def test_conversion_on_two_processes(two_workers, tmp_path, name, layout):
     )
     for file in (tmp_path / "hf").iterdir():
         assert (tmp_path / "out" / file.name).read_bytes() == file.read_bytes(), file.name
+
+
+def test_adapters_and_a_new_head_on_a_language_model_are_loaded_by_peft(places, tmp_path):
+    """The base has no such head: what is exported is the head that was trained."""
+    peft = pytest.importorskip("peft")
+    base = tmp_path / "base"
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(**SIZES, pad_token_id=0, tie_word_embeddings=False)
+    transformers.LlamaForCausalLM(config).save_pretrained(base)
+    head = {"head": "sequence_classification", "num_labels": CLASSES}
+    settings = toy_config(
+        model={**head, "layernorm_epsilon": 1e-6},
+        train={"train_iters": 2, "global_batch_size": len(LENGTHS), "micro_batch_size": 4},
+        dataset=dataset("classes", places / "classes", False),
+        optimizer=OptimizerConfig(lr=1e-2, weight_decay=0.0),
+        validation=ValidationConfig(eval_iters=0),
+        checkpoint=CheckpointConfig(pretrained_checkpoint=str(base), save=str(tmp_path / "run")),
+        peft=LoRA(dim=4, modules_to_save=["output_layer"]),
+    )
+    try:
+        trained = finetune(settings, forward_step)
+        trained.model[0].eval()
+        ids = ids_without_padding()[:, :SEQUENCE].clamp(max=VOCABULARY - 1)
+        positions = torch.arange(ids.size(1)).expand_as(ids)
+        with torch.no_grad():
+            found = trained.model[0](ids, positions, None)[:, -1]
+    finally:
+        forget_model_parallel()
+    leave()
+    folder = tmp_path / "adapter"
+    words = ["adapter", "export", "--adapter", str(tmp_path / "run"), "--hf-path", str(folder)]
+    assert main(words) == 0
+    loaded = peft.AutoPeftModelForSequenceClassification.from_pretrained(
+        folder, num_labels=CLASSES
+    ).eval()
+    with torch.no_grad():
+        wanted = loaded(input_ids=ids).logits
+    assert (found - wanted).abs().max() <= 1e-4 * wanted.std()
+    leave()

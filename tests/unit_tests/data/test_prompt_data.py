@@ -98,7 +98,7 @@ def test_held_out_prompts_keep_their_order(tmp_path, capfd):
     request = DatasetRequest((5, 4, 4), TOKENIZER, image_share=None)
     config = PromptDatasetConfig(dataset_root=str(tmp_path), seq_length=32)
     assert config.build(request).valid is None
-    assert "validation.jsonl" in capfd.readouterr().err
+    assert "files named training and validation" in capfd.readouterr().err
     write(tmp_path / "validation.jsonl", *[{"prompt": str(index)} for index in (7, 3)])
     splits = config.build(request)
     held_out = [prompt_at(splits.valid, index).tokens for index in range(3)]

@@ -147,6 +147,10 @@ def _element_positions(shard: ShardedTensor, like: Tensor) -> Tensor:
     return positions
 
 
+HEAD_SETTINGS = ("head", "num_labels", "label_names")
+"""Settings of a model that a run may have and its base model not."""
+
+
 def base_name(path: Path) -> str | None:
     """The path or hub id of the base model on which the adapters were trained."""
     _, base = saved_base(path)
@@ -164,6 +168,13 @@ def adapted_model(
     bridge = AutoBridge.from_hf_pretrained(
         base, trust_remote_code=trust_remote_code, adapter="none" if check else None
     )
-    model = bridge.to_megatron_model(wrap_with_ddp=False)
+    provider = bridge.to_megatron_provider()
+    directory, _ = saved_base(path)
+    of_run = model_io.read_run_config(directory)["model"]
+    for name in HEAD_SETTINGS:
+        # a run can put a new head on a language model, whose first weights depend on nothing
+        if of_run.get(name) is not None:
+            setattr(provider, name, of_run[name])
+    model = provider.provide_distributed_model(wrap_with_ddp=False)
     load_adapters(model, path, check)
     return bridge, model

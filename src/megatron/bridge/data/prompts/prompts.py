@@ -170,8 +170,8 @@ def build_prompt_splits(config: "PromptDatasetConfig", request: DatasetRequest) 
         return Splits(train, None, None)
     if config.source("valid") is None:
         print_rank_0(
-            "note: the data has no held-out prompts, so nothing is evaluated: give a folder with validation.jsonl, or "
-            "set dataset.validation_split"
+            "note: the data has no held-out prompts, so nothing is evaluated: give a folder with files named training "
+            "and validation, or set dataset.validation_split"
         )
         return Splits(train, None, None)
     return Splits(train, build_prompts(config, request.tokenizer, valid_size, "valid"), None)
