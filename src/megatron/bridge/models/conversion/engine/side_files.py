@@ -19,7 +19,7 @@ from megatron.bridge.models.conversion.engine import stored_provider
 from megatron.bridge.models.conversion.model_bridge import MegatronModelBridge, as_dict
 from megatron.bridge.models.hf_pretrained import PreTrainedCausalLM, model_card, model_folder
 from megatron.bridge.models.hf_pretrained.model_card import History
-from megatron.bridge.models.hf_pretrained.quantized_checkpoint import without_quantization
+from megatron.bridge.models.hf_pretrained.quantization_configs import without_quantization
 from megatron.bridge.models.hf_pretrained.safetensors_files import dtype_name
 from megatron.bridge.utils import distributed, storage
 from megatron.bridge.utils.config.serialize import to_plain
@@ -244,11 +244,9 @@ def published(path: Path, overwrite: bool = True) -> Generator[Path]:
 
 def in_full(source: Any) -> str:
     """Return a note for an exported model whose source is quantized."""
-    quantization = (
-        source.raw_config.get("quantization_config")
-        if isinstance(source, PreTrainedCausalLM)
-        else None
-    )
+    if not isinstance(source, PreTrainedCausalLM):
+        return ""
+    quantization = source.quantization
     if quantization is None:
         return ""
     return f" (unquantized, although its source is stored in {quantization['quant_method']})"

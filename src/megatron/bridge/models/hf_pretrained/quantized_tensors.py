@@ -1,0 +1,522 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tensors that are stored as codes of a few bits with scales: how to read a part of one, and how to make one.
+
+Every published format is the same computation: ``(code - zero) * scale``, with one zero and one scale for a block of
+rows and columns. Formats differ in what a code stands for (``table``), in how codes lie in bytes, and in the blocks. A
+scale may itself be stored as codes with a scale.
+
+Only the bytes of the requested part are read, and temporary tensors take about a megabyte, so a rank that needs a tenth
+of a tensor does a tenth of the work.
+"""
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from megatron.bridge.models.hf_pretrained.safetensors_files import TensorEntry
+from megatron.bridge.utils.errors import UserError
+
+Index = Sequence[int | slice]
+Stored = Mapping[str, Tensor]  # stored tensors by name
+
+_BYTES = torch.arange(256, dtype=torch.uint8)
+_E2M1_VALUES = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]
+_AT_ONCE = 1 << 17  # numbers unpacked at a time: half a megabyte, which fits into the CPU cache
+_E8M0_BIAS = 127
+
+
+def table_of(values: Sequence[float] | Tensor, high_first: bool = False) -> Tensor:
+    """Return the numbers that each byte stands for, [256, numbers of a byte].
+
+    Args:
+        values: the number of each code; 256, 16, 4 or 2 of them.
+        high_first: whether the highest bits of a byte are its first code.
+    """
+    numbers = torch.as_tensor(values, dtype=torch.float32)
+    bits = len(numbers).bit_length() - 1
+    shifts = list(range(0, 8, bits))
+    if high_first:
+        shifts.reverse()
+    codes = [(_BYTES.int() >> shift) & (len(numbers) - 1) for shift in shifts]
+    return torch.stack([numbers[code] for code in codes], dim=-1)
+
+
+# a table is twice as fast as torch's conversion of float8
+E4M3 = table_of(_BYTES.view(torch.float8_e4m3fn).float())
+INT8 = table_of(_BYTES.view(torch.int8).float())
+# sign in the highest bit (OCP Microscaling Formats 1.0, section 5.3.3)
+E2M1 = table_of([*_E2M1_VALUES, *(-value for value in _E2M1_VALUES)])
+# a byte is the exponent of a power of two, 255 is NaN (section 5.4.1)
+E8M0 = table_of(
+    torch.exp2(_BYTES.double() - _E8M0_BIAS).float().index_fill(0, torch.tensor([255]), math.nan)
+)
+
+
+def unsigned(bits: int, offset: int = 0) -> Tensor:
+    """Return the table of unsigned integers of ``bits`` bits, from which ``offset`` is subtracted."""
+    return table_of([float(code - offset) for code in range(1 << bits)])
+
+
+@dataclass(frozen=True)
+class StoredMatrix:
+    """A matrix of numbers, or a stack of matrices, in one stored tensor."""
+
+    entry: TensorEntry
+    shape: tuple[int, int]  # rows and columns of numbers
+    table: Tensor | None = field(default=None, compare=False)
+    """Numbers of each byte, [256, numbers of a byte]; None for a tensor of numbers."""
+    order: tuple[int, ...] | None = None  # in a group of as many columns, the position of each one
+    words_in: Literal["rows", "columns"] = "columns"  # what the codes of a word are neighbors in
+    powers: bool = False  # whether all numbers are powers of two, in any dtype
+    stacked: bool = False  # whether the first dimension of the stored tensor counts matrices
+
+    @property
+    def sources(self) -> tuple[TensorEntry, ...]:
+        return (self.entry,)
+
+    def read(self, stored: Stored, matrix: int | None, rows: range, columns: range) -> Tensor:
+        """Return some rows and columns in float32.
+
+        Args:
+            stored: the stored tensors by name.
+            matrix: index in a stack; None if there is no stack.
+            rows: which rows.
+            columns: which columns.
+        """
+        tensor = stored[self.entry.name]
+        if matrix is not None:
+            tensor = tensor[matrix]
+        if self.words_in == "rows":
+            words = tensor.reshape(-1, self.shape[1])[:, _slice_of(columns)]
+            return self._unpack(words.t(), rows).t()
+        words = tensor.reshape(self.shape[0], -1)
+        return self._unpack(words[_slice_of(rows)], columns)
+
+    def _unpack(self, words: Tensor, positions: range) -> Tensor:
+        """Return the numbers at ``positions`` of each row of ``words``."""
+        if self.table is None:
+            return words[:, _slice_of(positions)].float()
+        if not positions or not len(words):
+            return torch.empty(len(words), len(positions))
+        in_word = self.table.shape[1] * words.itemsize
+        if in_word == 1:
+            return _look_up(self.table[:, 0], words[:, _slice_of(positions)].view(torch.uint8))
+        unit = math.lcm(in_word, len(self.order or (0,)))
+        first = positions.start // unit * unit
+        stop = -(-(positions[-1] + 1) // unit) * unit
+        part = words[:, first // in_word : stop // in_word]
+        if part.stride(-1) != 1:
+            part = part.clone(memory_format=torch.contiguous_format)
+        numbers = _look_up(self.table, part.view(torch.uint8)).flatten(-2)
+        if self.order is not None:
+            groups = numbers.unflatten(-1, (-1, len(self.order)))
+            numbers = groups[..., list(self.order)].flatten(-2)
+        return numbers[:, positions.start - first : positions[-1] + 1 - first : positions.step]
+
+    def encode(self, numbers: Tensor) -> dict[str, Tensor]:
+        """Return the stored tensor for ``numbers`` [rows, columns], rounded to the nearest ones that it can hold."""
+        shape = self.entry.shape[1:] if self.stacked else self.entry.shape
+        if self.table is None:
+            return {self.entry.name: numbers.to(self.entry.dtype).reshape(shape)}
+        codes = nearest_codes(numbers, self.table)
+        if self.words_in == "rows":
+            return {self.entry.name: self._pack(codes.t()).t().contiguous().reshape(shape)}
+        return {self.entry.name: self._pack(codes).reshape(shape)}
+
+    def _pack(self, codes: Tensor) -> Tensor:
+        """Return the words of [rows, numbers] codes; the last word is filled with zeros."""
+        assert self.table is not None
+        in_byte = self.table.shape[1]
+        unit = math.lcm(in_byte * self.entry.dtype.itemsize, len(self.order or (0,)))
+        codes = torch.nn.functional.pad(codes, (0, -codes.shape[1] % unit))
+        if self.order is not None:
+            groups = codes.unflatten(-1, (-1, len(self.order)))
+            codes = groups[..., torch.tensor(self.order).argsort()].flatten(-2)
+        bits = 8 // in_byte
+        packed = torch.zeros(len(codes), codes.shape[1] // in_byte, dtype=torch.uint8)
+        for position in range(in_byte):
+            packed |= codes[:, position::in_byte] << (bits * position)
+        return packed.view(self.entry.dtype)
+
+    def largest(self) -> float:
+        """Return the largest number that a code stands for."""
+        assert self.table is not None
+        return float(self.table[:, 0].nan_to_num(nan=0.0).max())
+
+
+@dataclass(frozen=True)
+class _Blocks:
+    """The blocks in which some rows or columns are."""
+
+    read: range  # the blocks
+    length: int  # rows or columns in each of ``read``, which follow each other; 0 if ``of_index`` says it
+    of_index: Tensor | None = None  # the position in ``read`` of each row's or column's block
+
+    @classmethod
+    def of_neighbors(cls, indices: range, length: int, count: int) -> "_Blocks":
+        """Return the blocks of ``indices`` where ``length`` neighbors are in one of ``count`` blocks."""
+        first = indices[0] // length if count > 1 else 0
+        last = indices[-1] // length if count > 1 else 0
+        if first == last:
+            return cls(range(first, first + 1), len(indices))
+        if length == 1:
+            return cls(indices, 1)
+        if indices.step == 1 and indices.start % length == indices.stop % length == 0:
+            return cls(range(first, last + 1), length)
+        return cls.of_each(torch.tensor(indices).div(length, rounding_mode="floor"))
+
+    @classmethod
+    def of_each(cls, blocks: Tensor) -> "_Blocks":
+        """Return the given block of each row or column."""
+        first, last = (int(end) for end in blocks.aminmax())
+        return cls(range(first, last + 1), 0, blocks - first)
+
+    def and_columns(
+        self,
+        grid: "StoredMatrix | ScaledNumbers",
+        columns: "_Blocks",
+        stored: Stored,
+        matrix: int | None,
+    ) -> Tensor:
+        """Return the numbers of ``grid`` for these blocks of rows and those of columns."""
+        return grid.read(stored, matrix, self.read, columns.read)
+
+
+def _per_block(
+    numbers: Tensor,
+    values: Tensor,
+    rows: _Blocks,
+    columns: _Blocks,
+    operation: Callable[[Tensor, Tensor], Tensor],
+) -> None:
+    """Combine ``numbers`` in place with the value of each one's block.
+
+    Args:
+        numbers: [rows, columns].
+        values: [blocks of rows, blocks of columns].
+        rows: the blocks of the rows.
+        columns: the blocks of the columns.
+        operation: works in place and broadcasts.
+    """
+    for axis, blocks in enumerate((rows, columns)):
+        if blocks.of_index is not None:
+            values = values.index_select(axis, blocks.of_index)
+    height = rows.length or 1
+    width = columns.length or 1
+    operation(
+        numbers.unflatten(1, (-1, width)).unflatten(0, (-1, height)), values[:, None, :, None]
+    )
+
+
+@dataclass(frozen=True)
+class ScaledNumbers:
+    """Numbers ``(code - zero) * scale`` with a scale for each block of rows and columns."""
+
+    numbers: StoredMatrix
+    scale: "StoredMatrix | ScaledNumbers"  # a number for each block; a single one counts for all
+    block: tuple[int, int]  # rows and columns that share a scale
+    zero: StoredMatrix | None = None  # what is subtracted from the codes, a number for each block
+    zero_offset: float = 0.0  # what is added to these zeros
+    groups: TensorEntry | None = None  # the block of each row or column, instead of neighbors
+    groups_of: Literal["rows", "columns"] = "rows"
+    divides: bool = False  # whether numbers are divided by the scale
+    factor: float = 1.0  # by which all numbers are multiplied at last
+    offset: float = 0.0  # what is added at last
+    others: tuple[TensorEntry, ...] = ()  # stored tensors that describe this one
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return self.numbers.shape
+
+    @property
+    def sources(self) -> tuple[TensorEntry, ...]:
+        """The stored tensors that it consists of."""
+        return (
+            *self.numbers.sources,
+            *self.scale.sources,
+            *(self.zero.sources if self.zero else ()),
+            *((self.groups,) if self.groups else ()),
+            *self.others,
+        )
+
+    def read(self, stored: Stored, matrix: int | None, rows: range, columns: range) -> Tensor:
+        """Return some rows and columns in float32; see ``StoredMatrix.read``."""
+        numbers = self.numbers.read(stored, matrix, rows, columns)
+        if not numbers.numel():
+            return numbers
+        row_blocks = self._blocks_of(stored, "rows", rows)
+        column_blocks = self._blocks_of(stored, "columns", columns)
+        if self.zero is not None:
+            zeros = row_blocks.and_columns(self.zero, column_blocks, stored, matrix)
+            _per_block(numbers, zeros + self.zero_offset, row_blocks, column_blocks, Tensor.sub_)
+        scales = row_blocks.and_columns(self.scale, column_blocks, stored, matrix)
+        if not scales.isfinite().all():
+            entry = self.scale.sources[0]
+            raise UserError(
+                f"tensor {entry.name} in {entry.file.name} has a scale that is NaN or infinite: download the "
+                "checkpoint again"
+            )
+        scaled = Tensor.div_ if self.divides else Tensor.mul_
+        _per_block(numbers, scales, row_blocks, column_blocks, scaled)
+        if self.factor != 1.0:
+            numbers.mul_(self.factor)
+        return numbers.add_(self.offset) if self.offset else numbers
+
+    def _blocks_of(
+        self, stored: Stored, direction: Literal["rows", "columns"], indices: range
+    ) -> "_Blocks":
+        """Return the blocks in which some rows or columns are."""
+        axis = 0 if direction == "rows" else 1
+        if self.groups is not None and self.groups_of == direction:
+            group_of = stored[self.groups.name][_slice_of(indices)].long()
+            return _Blocks.of_each(group_of)
+        return _Blocks.of_neighbors(indices, self.block[axis], self.scale.shape[axis])
+
+    def encode(self, numbers: Tensor, largest: Tensor | None = None) -> dict[str, Tensor]:
+        """Return the stored tensors whose numbers are nearest to ``numbers``.
+
+        Args:
+            numbers: [rows, columns] in float32.
+            largest: largest magnitude of all tensors that share a scale, where one scale is for a full tensor; None
+                takes that of ``numbers``.
+        """
+        height, width = self.block
+        blocks = _in_blocks(numbers, height, width)
+        if self.zero is not None:
+            return self._encode_with_zeros(numbers, blocks)
+        magnitudes = blocks.abs().amax(dim=(1, 3))
+        if largest is not None and magnitudes.numel() == 1:
+            magnitudes = largest.reshape(1, 1).to(magnitudes)
+        limit = self._limit() * self.factor
+        needed = magnitudes / limit
+        if isinstance(self.scale, StoredMatrix) and is_power_of_two(self.scale):
+            needed = _nearest_powers(blocks, magnitudes, self.numbers)
+        if self.divides:
+            needed = torch.where(needed > 0, needed, 1.0).reciprocal()
+        elif isinstance(self.scale, StoredMatrix):
+            needed = torch.where(needed > 0, needed, 1.0)
+        share = None if largest is None else largest / limit
+        parts = (
+            self.scale.encode(needed)
+            if isinstance(self.scale, StoredMatrix)
+            else self.scale.encode(needed, share)
+        )
+        scales = self.scale.read(parts, None, *map(range, self.scale.shape))
+        if self.divides:
+            scales = scales.reciprocal()
+        scales = torch.where(scales > 0, scales, 1.0) * self.factor
+        codes = (blocks / scales[:, None, :, None]).reshape(_padded_shape(numbers, self.block))
+        parts |= self.numbers.encode(codes[: numbers.shape[0], : numbers.shape[1]])
+        return parts
+
+    def _limit(self) -> float:
+        """Return the magnitude, in codes, that the largest number of a block gets."""
+        largest = self.numbers.largest()
+        table = self.numbers.table
+        is_packed_integer = table is not None and table is not INT8 and bool((table % 1 == 0).all())
+        # of [-8, 7]: with 7.5, both ends are rounded by half a step
+        return largest + 0.5 if is_packed_integer else largest
+
+    def _encode_with_zeros(self, numbers: Tensor, blocks: Tensor) -> dict[str, Tensor]:
+        """Return the stored tensors of unsigned codes whose range is that of each block, 0 included."""
+        assert self.zero is not None
+        assert self.numbers.table is not None
+        assert isinstance(self.scale, StoredMatrix)
+        lowest_code = float(self.numbers.table[:, 0].min())
+        highest_code = float(self.numbers.table[:, 0].max())
+        low = blocks.amin(dim=(1, 3)).clamp(max=0)
+        high = blocks.amax(dim=(1, 3)).clamp(min=0)
+        needed = (high - low) / (highest_code - lowest_code)
+        parts = self.scale.encode(torch.where(needed > 0, needed, 1.0))
+        scales = self.scale.read(parts, None, *map(range, self.scale.shape))
+        zeros = (lowest_code - low / scales).round()
+        zeros = zeros.clamp(lowest_code + self.zero_offset, highest_code)
+        parts |= self.zero.encode(zeros - self.zero_offset)
+        codes = blocks / scales[:, None, :, None] + zeros[:, None, :, None]
+        codes = codes.reshape(_padded_shape(numbers, self.block))
+        parts |= self.numbers.encode(codes[: numbers.shape[0], : numbers.shape[1]])
+        return parts
+
+
+@dataclass(frozen=True)
+class QuantizedTensor:
+    """One tensor of a model that is stored as several."""
+
+    parts: ScaledNumbers
+    shape: tuple[int, ...]  # as it appears; more than two dimensions are a stack of matrices
+    transposed: bool = False  # whether the stored matrices are its transpose
+    flat: bool = False  # whether the stored numbers are one row, cut anywhere
+
+    @property
+    def sources(self) -> tuple[TensorEntry, ...]:
+        """The stored tensors that it consists of; the first one has its values."""
+        return self.parts.sources
+
+    def fill(self, stored: Stored, index: Index, target: Tensor) -> None:
+        """Compute ``tensor[index]`` in float32 and copy it into ``target``.
+
+        Args:
+            stored: the stored tensors by name.
+            index: integers or slices for leading dimensions, slices for rows and columns.
+            target: of the part's shape, in any dtype.
+        """
+        full_index = [*index, *[slice(None)] * (len(self.shape) - len(index))]
+        if len(self.shape) == 2:
+            self._fill_matrix(stored, None, full_index, target)
+            return
+        which, *inner = full_index
+        if isinstance(which, int):
+            self._fill_matrix(stored, which, inner, target)
+            return
+        for matrix, part in zip(range(self.shape[0])[which], target, strict=True):
+            self._fill_matrix(stored, matrix, inner, part)
+
+    def _fill_matrix(
+        self, stored: Stored, matrix: int | None, index: Index, target: Tensor
+    ) -> None:
+        rows, columns = map(_range_of, self.shape[-2:], index)
+        if self.flat:
+            self._fill_flat(stored, rows, columns, target)
+            return
+        if self.transposed:
+            rows, columns, target = columns, rows, target.t()
+        at_once = max(1, _AT_ONCE // max(1, len(columns)))
+        for here, there in _spans(rows, self.parts.block[0], at_once):
+            target[there].copy_(self.parts.read(stored, matrix, here, columns))
+
+    def _fill_flat(self, stored: Stored, rows: range, columns: range, target: Tensor) -> None:
+        width = self.shape[-1]
+        at_once = max(1, _AT_ONCE // max(1, width))
+        for start in range(0, len(rows), at_once):
+            here = rows[start : start + at_once]
+            part = range(here[0] * width, (here[-1] + 1) * width)
+            numbers = self.parts.read(stored, None, range(1), part).reshape(-1, width)
+            target[start : start + at_once].copy_(numbers[:: here.step, _slice_of(columns)])
+
+    def encode(self, full_tensor: Tensor, largest: Tensor | None = None) -> dict[str, Tensor]:
+        """Return the stored tensors, by name, whose numbers are nearest to ``full_tensor``.
+
+        Args:
+            full_tensor: of ``shape``.
+            largest: see ``ScaledNumbers.encode``.
+        """
+        numbers = full_tensor.detach().to(device="cpu", dtype=torch.float32)
+        if self.flat:
+            return self.parts.encode(numbers.reshape(1, -1), largest)
+        if self.transposed:
+            numbers = numbers.mT
+        return self.parts.encode(numbers, largest)
+
+
+def is_power_of_two(scale: StoredMatrix) -> bool:
+    """Whether a scale can only be a power of two."""
+    return scale.powers or scale.table is E8M0 or scale.entry.dtype is torch.float8_e8m0fnu
+
+
+def nearest_codes(numbers: Tensor, table: Tensor) -> Tensor:
+    """Return the code of the number nearest to each of ``numbers``; halfway, the even code.
+
+    Args:
+        numbers: of any shape.
+        table: see ``table_of``, with the lowest bits of a byte first.
+    """
+    if table is E4M3:
+        return numbers.clamp(-448, 448).to(torch.float8_e4m3fn).view(torch.uint8)
+    bits = 8 // table.shape[1]
+    values = table[: 1 << bits, 0]
+    if table is E8M0:
+        exponents = numbers.clamp(2.0**-_E8M0_BIAS, 2.0**_E8M0_BIAS).log2().round()
+        return (exponents + _E8M0_BIAS).to(torch.uint8)
+    if torch.equal(values, values.round()):
+        codes = numbers.round().clamp(float(values.min()), float(values.max()))
+        if table is INT8:
+            return codes.to(torch.int8).view(torch.uint8)
+        return (codes - values[0]).to(torch.uint8)
+    return _nearest_e2m1(numbers)
+
+
+def _nearest_e2m1(numbers: Tensor) -> Tensor:
+    magnitude = numbers.abs()
+    values = torch.tensor(_E2M1_VALUES)
+    between = (values[1:] + values[:-1]) / 2
+    code = torch.bucketize(magnitude, between)  # halfway, the lower code
+    is_halfway = (code < len(between)) & (magnitude == between[code.clamp(max=len(between) - 1)])
+    code += is_halfway & (code % 2 == 1)
+    return (code + 8 * numbers.signbit()).to(torch.uint8)
+
+
+def _nearest_powers(blocks: Tensor, magnitudes: Tensor, numbers: StoredMatrix) -> Tensor:
+    """Return the powers of two with which blocks lose the least.
+
+    With the smaller of two powers the largest numbers of a block may be cut off, with the larger one all numbers are
+    coarser.
+
+    Args:
+        blocks: [block rows, height, block columns, width].
+        magnitudes: the largest magnitude of each block.
+        numbers: what holds the codes.
+    """
+    assert numbers.table is not None
+    largest = numbers.largest()
+    positive = torch.where(magnitudes > 0, magnitudes, largest)
+    exponents = (positive / largest).log2().floor()
+    exponents = exponents.clamp(-_E8M0_BIAS, _E8M0_BIAS - 1)
+    losses: list[Tensor] = []
+    for more in (0, 1):
+        scale = torch.exp2(exponents + more)[:, None, :, None]
+        codes = nearest_codes(blocks / scale, numbers.table).long()
+        rounded = numbers.table[: 256 if numbers.table.shape[1] == 1 else 16, 0][codes] * scale
+        losses.append((rounded - blocks).square().sum(dim=(1, 3)))
+    return torch.exp2(exponents + (losses[1] < losses[0]))
+
+
+def _look_up(table: Tensor, stored: Tensor) -> Tensor:
+    """The entries of ``table`` for the bytes in ``stored``, in its shape."""
+    return table.index_select(0, stored.reshape(-1).int()).view(*stored.shape, *table.shape[1:])
+
+
+def block_grid(shape: Sequence[int], block: Sequence[int]) -> tuple[int, ...]:
+    """The shape of a matrix's scales; blocks at its edges may be smaller."""
+    return tuple(-(-size // length) for size, length in zip(shape, block, strict=True))
+
+
+def _in_blocks(numbers: Tensor, height: int, width: int) -> Tensor:
+    """Return [block rows, height, block columns, width]; blocks at the edges are filled with zeros."""
+    rows, columns = numbers.shape
+    padded = torch.nn.functional.pad(numbers, (0, -columns % width, 0, -rows % height))
+    return padded.reshape(-(-rows // height), height, -(-columns // width), width)
+
+
+def _padded_shape(numbers: Tensor, block: tuple[int, int]) -> tuple[int, int]:
+    rows, columns = block_grid(numbers.shape, block)
+    return rows * block[0], columns * block[1]
+
+
+def _range_of(size: int, part: int | slice) -> range:
+    """The indices of a slice of ``size`` rows or columns."""
+    assert isinstance(part, slice), "rows and columns are indexed by slices"
+    return range(size)[part]
+
+
+def _slice_of(indices: range) -> slice:
+    return slice(indices.start, indices.stop, indices.step)
+
+
+def _spans(indices: range, length: int, limit: int) -> Iterator[tuple[range, slice]]:
+    """Yield (indices, their positions) for up to ``limit`` of ``indices`` at a time.
+
+    Where ``length`` is large, the indices are of one block of that length, so that they share their scales.
+    """
+    at = 0
+    while at < len(indices):
+        count = limit
+        if length > 1:
+            block = indices[at] // length
+            count = min(limit, -(-((block + 1) * length - indices[at]) // indices.step))
+        here = indices[at : at + count]
+        yield here, slice(at, at + len(here))
+        at += len(here)
