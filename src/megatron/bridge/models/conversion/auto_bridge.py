@@ -29,6 +29,7 @@ from megatron.bridge.models.conversion.engine import (
 from megatron.bridge.models.conversion.engine.buckets import BUCKET_BYTES
 from megatron.bridge.models.conversion.engine.export import SaveOptions
 from megatron.bridge.models.conversion.engine.plan import ConversionPlan, WeightConversionTask
+from megatron.bridge.models.conversion.engine.quantize import Quantization
 from megatron.bridge.models.conversion.model_bridge import (
     HFWeightTriple,
     HFWeightTuple,
@@ -249,6 +250,9 @@ class AutoBridge(BridgedCheckpoint, AdapterCalls):
         save_every_n_ranks: int = 1,
         weight_dtype: torch.dtype | str | None = None,
         overwrite: bool = True,
+        quantize: str | None = None,
+        group_size: int | None = None,
+        keep_high: Sequence[str] = (),
     ) -> None:
         """Write a complete Hugging Face model, sharded like its source; the directory is published atomically.
 
@@ -268,10 +272,20 @@ class AutoBridge(BridgedCheckpoint, AdapterCalls):
             save_every_n_ranks: with ``distributed_save``, let only every n-th rank write.
             weight_dtype: dtype of floating-point tensors; None keeps the source's dtypes.
             overwrite: replace the weights that an earlier save wrote to ``path``; other weights are refused.
+            quantize: write matrices of attention, MLPs and experts in this format: ``fp8-block``, ``fp8-tensor``,
+                ``mxfp8``, ``mxfp4``, ``nvfp4``, ``int4``, ``int4-awq``, ``int8``; ``source`` writes what was not
+                trained bitwise as in a quantized source, and the rest in its format. None writes weights in full.
+            group_size: how many neighbors share a scale, for ``fp8-block``, ``int4`` and ``int4-awq``.
+            keep_high: patterns of Hugging Face names that stay in full.
 
         Raises:
             UserError: the directory cannot be written, the disk is full, or the tensors differ from the source's.
         """
+        quantization = Quantization.of_keywords(quantize, group_size, keep_high)
+        if quantization is not None and (distributed_save is False or save_every_n_ranks > 1):
+            raise UserError(
+                f"quantize={quantize!r} lets every rank write: leave out distributed_save=False and save_every_n_ranks"
+            )
         folder = Path(path)
         history = history or side_files.history_of(model, merge_adapter_weights)
         options = SaveOptions.of_keywords(
@@ -286,6 +300,7 @@ class AutoBridge(BridgedCheckpoint, AdapterCalls):
             history,
             merge_adapter_weights,
             overwrite=overwrite,
+            quantization=quantization,
         )
 
     def save_hf_weights(
@@ -402,6 +417,9 @@ class AutoBridge(BridgedCheckpoint, AdapterCalls):
         mp_overrides: Mapping[str, Any] | None = None,
         overwrite: bool = False,
         weight_dtype: torch.dtype | str | None = None,
+        quantize: str | None = None,
+        group_size: int | None = None,
+        keep_high: Sequence[str] = (),
     ) -> None:
         """Convert a Megatron checkpoint to a Hugging Face model; see ``save_hf_pretrained``.
 
@@ -416,7 +434,13 @@ class AutoBridge(BridgedCheckpoint, AdapterCalls):
             mp_overrides: parallel sizes; missing sizes come from the running process groups, or are 1.
             overwrite: replace the weights that an earlier save wrote to ``hf_path``.
             weight_dtype: dtype of floating-point tensors; None keeps the source's dtypes.
+            quantize: write matrices of attention, MLPs and experts in this format: ``fp8-block``, ``fp8-tensor``,
+                ``mxfp8``, ``mxfp4``, ``nvfp4``, ``int4``, ``int4-awq``, ``int8``; ``source`` writes what was not
+                trained bitwise as in a quantized source, and the rest in its format. None writes weights in full.
+            group_size: how many neighbors share a scale, for ``fp8-block``, ``int4`` and ``int4-awq``.
+            keep_high: patterns of Hugging Face names that stay in full.
         """
+        quantization = Quantization.of_keywords(quantize, group_size, keep_high)
         chunks, stored = streaming.stored_model(
             megatron_path, mp_overrides, self.to_megatron_provider
         )
@@ -434,6 +458,7 @@ class AutoBridge(BridgedCheckpoint, AdapterCalls):
             history,
             stored=stored,
             overwrite=overwrite,
+            quantization=quantization,
         )
 
     def export_stored_weights(

@@ -177,6 +177,11 @@ class PreTrainedCausalLM:
         """What the model's files say about quantized weights; None if they are in full."""
         return quantization_configs.quantization_of(self.raw_config, self.directory)
 
+    def quantization_files(self) -> list[Path]:
+        """Files besides ``config.json`` that describe the quantization of the weights."""
+        paths = (self.directory / name for name in quantization_configs.CONFIG_FILES)
+        return [path for path in paths if path.is_file()]
+
     def refuse_adapter(self) -> None:
         """Refuse weights next to an adapter, which transformers would apply, unless it is left out on purpose."""
         hub.refuse_adapter_beside_weights(self.directory, ignored=self.adapter == "none")

@@ -12,6 +12,7 @@ of a tensor does a tenth of the work.
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Literal
 
 import torch
@@ -276,42 +277,73 @@ class ScaledNumbers:
             return _Blocks.of_each(group_of)
         return _Blocks.of_neighbors(indices, self.block[axis], self.scale.shape[axis])
 
-    def encode(self, numbers: Tensor, largest: Tensor | None = None) -> dict[str, Tensor]:
+    def encode(
+        self, numbers: Tensor, largest: Tensor | None = None, stored: Stored = MappingProxyType({})
+    ) -> dict[str, Tensor]:
         """Return the stored tensors whose numbers are nearest to ``numbers``.
 
         Args:
             numbers: [rows, columns] in float32.
             largest: largest magnitude of all tensors that share a scale, where one scale is for a full tensor; None
                 takes that of ``numbers``.
+            stored: has the group of each row or column, where that is stored.
         """
-        height, width = self.block
-        blocks = _in_blocks(numbers, height, width)
+        blocks = self._in_blocks(numbers, stored)
+        parts = self._encode_scales(blocks, largest)
+        return parts | self.encode_codes({**stored, **parts}, None, numbers)
+
+    def encode_codes(
+        self, stored: Stored, matrix: int | None, numbers: Tensor
+    ) -> dict[str, Tensor]:
+        """Return the stored codes that are nearest to ``numbers`` with the scales and zeros in ``stored``.
+
+        Args:
+            stored: the stored scales and zeros by name.
+            matrix: index in a stack; None if there is no stack.
+            numbers: [rows, columns] in float32.
+        """
+        row_blocks = self._blocks_of(stored, "rows", range(numbers.shape[0]))
+        column_blocks = self._blocks_of(stored, "columns", range(numbers.shape[1]))
+        scales = row_blocks.and_columns(self.scale, column_blocks, stored, matrix)
+        scales = torch.where(scales > 0, scales, 1.0) * self.factor
+        codes = numbers.clone()
+        scaled = Tensor.mul_ if self.divides else Tensor.div_
+        _per_block(codes, scales, row_blocks, column_blocks, scaled)
         if self.zero is not None:
-            return self._encode_with_zeros(numbers, blocks)
+            zeros = row_blocks.and_columns(self.zero, column_blocks, stored, matrix)
+            _per_block(codes, zeros + self.zero_offset, row_blocks, column_blocks, Tensor.add_)
+        return self.numbers.encode(codes)
+
+    def _in_blocks(self, numbers: Tensor, stored: Stored) -> Tensor:
+        """Return [block rows, height, block columns, width]; blocks at the edges are filled with zeros."""
+        height, width = self.block
+        if self.groups is not None:
+            axis = 0 if self.groups_of == "rows" else 1
+            group_of = stored[self.groups.name].long()
+            if group_of.bincount().unique().numel() != 1:
+                raise UserError(
+                    f"tensor {self.groups.name} has groups of different lengths, which cannot be quantized anew: "
+                    "export without quantize='source'"
+                )
+            numbers = numbers.index_select(axis, group_of.argsort(stable=True))
+        rows, columns = numbers.shape
+        padded = torch.nn.functional.pad(numbers, (0, -columns % width, 0, -rows % height))
+        return padded.reshape(-(-rows // height), height, -(-columns // width), width)
+
+    def _encode_scales(self, blocks: Tensor, largest: Tensor | None) -> dict[str, Tensor]:
+        if self.zero is not None:
+            return self._encode_zeros(blocks)
         magnitudes = blocks.abs().amax(dim=(1, 3))
         if largest is not None and magnitudes.numel() == 1:
             magnitudes = largest.reshape(1, 1).to(magnitudes)
         limit = self._limit() * self.factor
         needed = magnitudes / limit
-        if isinstance(self.scale, StoredMatrix) and is_power_of_two(self.scale):
+        if isinstance(self.scale, ScaledNumbers):
+            return self.scale.encode(needed, None if largest is None else largest / limit)
+        if is_power_of_two(self.scale):
             needed = _nearest_powers(blocks, magnitudes, self.numbers)
-        if self.divides:
-            needed = torch.where(needed > 0, needed, 1.0).reciprocal()
-        elif isinstance(self.scale, StoredMatrix):
-            needed = torch.where(needed > 0, needed, 1.0)
-        share = None if largest is None else largest / limit
-        parts = (
-            self.scale.encode(needed)
-            if isinstance(self.scale, StoredMatrix)
-            else self.scale.encode(needed, share)
-        )
-        scales = self.scale.read(parts, None, *map(range, self.scale.shape))
-        if self.divides:
-            scales = scales.reciprocal()
-        scales = torch.where(scales > 0, scales, 1.0) * self.factor
-        codes = (blocks / scales[:, None, :, None]).reshape(_padded_shape(numbers, self.block))
-        parts |= self.numbers.encode(codes[: numbers.shape[0], : numbers.shape[1]])
-        return parts
+        needed = torch.where(needed > 0, needed, 1.0)
+        return self.scale.encode(needed.reciprocal() if self.divides else needed)
 
     def _limit(self) -> float:
         """Return the magnitude, in codes, that the largest number of a block gets."""
@@ -321,13 +353,13 @@ class ScaledNumbers:
         # of [-8, 7]: with 7.5, both ends are rounded by half a step
         return largest + 0.5 if is_packed_integer else largest
 
-    def _encode_with_zeros(self, numbers: Tensor, blocks: Tensor) -> dict[str, Tensor]:
-        """Return the stored tensors of unsigned codes whose range is that of each block, 0 included."""
+    def _encode_zeros(self, blocks: Tensor) -> dict[str, Tensor]:
+        """Return scales and zeros with which the codes have the range of each block, 0 included."""
         assert self.zero is not None
         assert self.numbers.table is not None
         assert isinstance(self.scale, StoredMatrix)
-        lowest_code = float(self.numbers.table[:, 0].min())
-        highest_code = float(self.numbers.table[:, 0].max())
+        lowest_code = float(self.numbers.table.min())
+        highest_code = float(self.numbers.table.max())
         low = blocks.amin(dim=(1, 3)).clamp(max=0)
         high = blocks.amax(dim=(1, 3)).clamp(min=0)
         needed = (high - low) / (highest_code - lowest_code)
@@ -335,11 +367,7 @@ class ScaledNumbers:
         scales = self.scale.read(parts, None, *map(range, self.scale.shape))
         zeros = (lowest_code - low / scales).round()
         zeros = zeros.clamp(lowest_code + self.zero_offset, highest_code)
-        parts |= self.zero.encode(zeros - self.zero_offset)
-        codes = blocks / scales[:, None, :, None] + zeros[:, None, :, None]
-        codes = codes.reshape(_padded_shape(numbers, self.block))
-        parts |= self.numbers.encode(codes[: numbers.shape[0], : numbers.shape[1]])
-        return parts
+        return parts | self.zero.encode(zeros - self.zero_offset)
 
 
 @dataclass(frozen=True)
@@ -397,19 +425,39 @@ class QuantizedTensor:
             numbers = self.parts.read(stored, None, range(1), part).reshape(-1, width)
             target[start : start + at_once].copy_(numbers[:: here.step, _slice_of(columns)])
 
-    def encode(self, full_tensor: Tensor, largest: Tensor | None = None) -> dict[str, Tensor]:
+    def encode(
+        self,
+        full_tensor: Tensor,
+        largest: Tensor | None = None,
+        stored: Stored = MappingProxyType({}),
+    ) -> dict[str, Tensor]:
         """Return the stored tensors, by name, whose numbers are nearest to ``full_tensor``.
 
         Args:
-            full_tensor: of ``shape``.
+            full_tensor: of ``shape``; of a stack, one matrix.
             largest: see ``ScaledNumbers.encode``.
+            stored: see ``ScaledNumbers.encode``.
         """
-        numbers = full_tensor.detach().to(device="cpu", dtype=torch.float32)
+        return self.parts.encode(self._as_stored(full_tensor), largest, stored)
+
+    def has_nearest_codes(self, stored: Stored, full_tensor: Tensor) -> bool:
+        """Return whether the stored codes are nearest to ``full_tensor``, given the stored scales."""
+        matrices = full_tensor if len(self.shape) > 2 else full_tensor[None]
+        for index, one in enumerate(matrices):
+            matrix = index if len(self.shape) > 2 else None
+            for name, codes in self.parts.encode_codes(
+                stored, matrix, self._as_stored(one)
+            ).items():
+                actual = stored[name] if matrix is None else stored[name][matrix]
+                if not torch.equal(actual.contiguous().view(torch.uint8), codes.view(torch.uint8)):
+                    return False
+        return True
+
+    def _as_stored(self, matrix: Tensor) -> Tensor:
+        numbers = matrix.detach().to(device="cpu", dtype=torch.float32)
         if self.flat:
-            return self.parts.encode(numbers.reshape(1, -1), largest)
-        if self.transposed:
-            numbers = numbers.mT
-        return self.parts.encode(numbers, largest)
+            return numbers.reshape(1, -1)
+        return numbers.t() if self.transposed else numbers
 
 
 def is_power_of_two(scale: StoredMatrix) -> bool:
@@ -482,18 +530,6 @@ def _look_up(table: Tensor, stored: Tensor) -> Tensor:
 def block_grid(shape: Sequence[int], block: Sequence[int]) -> tuple[int, ...]:
     """The shape of a matrix's scales; blocks at its edges may be smaller."""
     return tuple(-(-size // length) for size, length in zip(shape, block, strict=True))
-
-
-def _in_blocks(numbers: Tensor, height: int, width: int) -> Tensor:
-    """Return [block rows, height, block columns, width]; blocks at the edges are filled with zeros."""
-    rows, columns = numbers.shape
-    padded = torch.nn.functional.pad(numbers, (0, -columns % width, 0, -rows % height))
-    return padded.reshape(-(-rows // height), height, -(-columns // width), width)
-
-
-def _padded_shape(numbers: Tensor, block: tuple[int, int]) -> tuple[int, int]:
-    rows, columns = block_grid(numbers.shape, block)
-    return rows * block[0], columns * block[1]
 
 
 def _range_of(size: int, part: int | slice) -> range:

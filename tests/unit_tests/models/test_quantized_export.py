@@ -1,0 +1,326 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Exports with quantized weights: the nearest numbers, as transformers reads them, and as the source has them."""
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from megatron.bridge import AutoBridge
+from megatron.bridge.checkpoint import model_io
+from megatron.bridge.models.hf_pretrained import PreTrainedCausalLM
+from megatron.bridge.utils.errors import UserError
+from tests.quantize import E2M1, fp8_config, rewrite, store_in_fp8, store_in_mxfp4
+from tests.toy_models import make_llama, tokens
+
+SIZES = {"hidden_size": 64, "intermediate_size": 96, "head_dim": 16, "num_hidden_layers": 2}
+HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2}
+FLOAT8 = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
+FLOAT8 = FLOAT8[FLOAT8.isfinite()]
+
+# name of a format -> (ending of its scales, the numbers that its codes stand for, rows and columns of a block)
+GRIDS = {
+    "fp8-block": ("weight_scale_inv", FLOAT8, (32, 32)),
+    "fp8-tensor": ("weight_scale", FLOAT8, (4096, 4096)),
+    "int8": ("weight_scale", torch.arange(-128.0, 128.0), (1, 4096)),
+    "mxfp8": ("weight_scale", FLOAT8, (1, 32)),
+    "mxfp4": ("weight_scale", torch.tensor(E2M1), (1, 32)),
+    "nvfp4": ("weight_scale", torch.tensor(E2M1), (1, 16)),
+    "int4": ("weight_scale", torch.arange(-8.0, 8.0), (1, 32)),
+}
+FORMATS = [*GRIDS, "int4-awq"]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    """A model in bfloat16 and the Megatron checkpoint of it."""
+    folder = tmp_path_factory.mktemp("model")
+    make_llama(folder / "hf", dtype=torch.bfloat16, shard_size="1GB", **SIZES, **HEADS)
+    AutoBridge.import_ckpt(folder / "hf", folder / "megatron", show_progress=False)
+    return folder
+
+
+def export(model, out, quantize, **options):
+    sized = quantize in ("fp8-block", "int4", "int4-awq") and "group_size" not in options
+    AutoBridge.from_hf_pretrained(model / "hf").export_ckpt(
+        model / "megatron",
+        out,
+        show_progress=False,
+        quantize=quantize,
+        **({"group_size": 32} if sized else {}),
+        **options,
+    )
+    return out
+
+
+def scales_of(stored, name, quantize):
+    end, _, block = GRIDS[quantize]
+    scales = stored[name.replace("weight", end)]
+    if scales.dtype is torch.uint8:
+        scales = torch.exp2(scales.float() - 127)
+    if quantize == "nvfp4":
+        scales = scales.float() / stored[name.replace("weight", "weight_global_scale")]
+    return scales.float().reshape(1, 1) if scales.numel() == 1 else scales.float(), block
+
+
+@pytest.mark.parametrize("quantize", GRIDS)
+def test_numbers_are_the_nearest_of_the_grid(model, tmp_path, quantize):
+    out = export(model, tmp_path / "out", quantize)
+    stored = load_file(out / "model.safetensors")
+    read = PreTrainedCausalLM(out, dtype=torch.float32).state
+    full = load_file(model / "hf" / "model.safetensors")
+    assert set(read) == set(full)
+    for name, weight in full.items():
+        if not name.endswith("_proj.weight"):
+            assert torch.equal(stored[name], weight)
+            continue
+        scales, (height, width) = scales_of(stored, name, quantize)
+        rows = torch.arange(weight.shape[0]) // height
+        columns = torch.arange(weight.shape[1]) // width
+        grid = scales[rows][:, columns].unsqueeze(-1) * GRIDS[quantize][1]
+        values = torch.empty(weight.shape)
+        read.copy(name, (), values)
+        distances = (grid - weight.float().unsqueeze(-1)).abs()
+        assert torch.equal((grid == values.unsqueeze(-1)).any(dim=-1), torch.ones(weight.shape) > 0)
+        # products of float32 are rounded
+        excess = (values - weight.float()).abs() - distances.amin(dim=-1)
+        assert excess.max() <= 1e-6 * weight.abs().max()
+
+
+def test_awq_is_within_half_a_step(model, tmp_path):
+    out = export(model, tmp_path / "out", "int4-awq")
+    stored = load_file(out / "model.safetensors")
+    read = PreTrainedCausalLM(out, dtype=torch.float32).state
+    for name, weight in load_file(model / "hf" / "model.safetensors").items():
+        if name.endswith("_proj.weight"):
+            scales = stored[name.replace("weight", "scales")].float().t()
+            values = torch.empty(weight.shape)
+            read.copy(name, (), values)
+            steps = (values - weight.float()).abs() / scales.repeat_interleave(32, dim=1)
+            assert steps.max() <= 1.05  # the zero and the number are rounded by half a step each
+
+
+@pytest.mark.parametrize("quantize", FORMATS)
+def test_reading_and_converting_what_was_written(model, tmp_path, quantize):
+    out = export(model, tmp_path / "out", quantize)
+    bridge = AutoBridge.from_hf_pretrained(out)
+    chunks = bridge.to_megatron_model(wrap_with_ddp=False)
+    weights = dict(bridge.export_hf_weights(chunks, cpu=True, show_progress=False))
+    state = bridge.hf_pretrained.state
+    assert weights.keys() == set(state)
+    for name, weight in weights.items():
+        assert torch.equal(weight, state[name])
+
+
+def logits(folder, **options):
+    from transformers import AutoModelForCausalLM
+
+    loaded, info = AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.bfloat16, output_loading_info=True, **options
+    )
+    assert not any(info.values()), info
+    with torch.no_grad():
+        return loaded.eval()(tokens()[0]).logits
+
+
+def unquantized_copy(folder, out):
+    """The model of ``folder`` in full, as this project reads it."""
+    bridge = AutoBridge.from_hf_pretrained(folder)
+    chunks = bridge.to_megatron_model(wrap_with_ddp=False)
+    bridge.save_hf_pretrained(chunks, out, show_progress=False)
+    return out
+
+
+def test_transformers_reads_fp8_blocks(model, tmp_path):
+    out = export(model, tmp_path / "out", "fp8-block", keep_high=["*.layers.0.mlp.down_proj.*"])
+    config = json.loads((out / "config.json").read_text())["quantization_config"]
+    assert config == fp8_config(
+        [32, 32],
+        modules_to_not_convert=["model.embed_tokens", "model.layers.0.mlp.down_proj", "lm_head"],
+    )
+    assert torch.equal(logits(out), logits(unquantized_copy(out, tmp_path / "full")))
+
+
+@pytest.mark.parametrize("quantize", [name for name in GRIDS if name != "fp8-block"])
+def test_transformers_reads_compressed_tensors(model, tmp_path, quantize):
+    pytest.importorskip("compressed_tensors")
+    from transformers import CompressedTensorsConfig
+
+    out = export(model, tmp_path / "out", quantize)
+    dequantized = logits(out, quantization_config=CompressedTensorsConfig(dequantize=True))
+    assert torch.equal(dequantized, logits(unquantized_copy(out, tmp_path / "full")))
+
+
+def test_projections_of_one_matrix_share_their_scale(model, tmp_path):
+    """vLLM joins q, k and v, and the gate and up projections, and has one scale for each of the two."""
+    stored = load_file(export(model, tmp_path / "out", "nvfp4") / "model.safetensors")
+    second = {
+        name.removesuffix(".weight_global_scale"): scale
+        for name, scale in stored.items()
+        if name.endswith("_global_scale")
+    }
+    for layer in range(2):
+        attention, mlp = f"model.layers.{layer}.self_attn.", f"model.layers.{layer}.mlp."
+        for names in (
+            [f"{attention}{name}_proj" for name in "qkv"],
+            [f"{mlp}gate_proj", f"{mlp}up_proj"],
+        ):
+            assert len({second[name].item() for name in names}) == 1
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"quantize": "fp8"}, "quantize='fp8' is not a format.*fp8-block.*source"),
+        ({"quantize": "source"}, "the source is not quantized"),
+        ({"quantize": "mxfp4", "group_size": 64}, "group_size=64.*the format has its own"),
+        ({"quantize": None, "group_size": 64}, "group_size=64 has no effect"),
+        (
+            {"quantize": "int4", "group_size": 128},
+            r"of shape \[\d+, \d+\].*groups of 128.*group-size",
+        ),
+        (
+            {"quantize": "int8", "keep_high": ["*.mpl.*"]},
+            r"keep_high='\*.mpl.\*' matches no tensor",
+        ),
+        ({"quantize": "int8", "keep_high": ["*_proj*"]}, "finds no matrix to quantize"),
+    ],
+)
+def test_what_cannot_be_quantized_is_refused(model, tmp_path, options, message):
+    with pytest.raises(UserError, match=message):
+        export(model, tmp_path / "out", **options)
+    assert not (tmp_path / "out").exists()
+
+
+def test_weights_that_are_nan_are_not_quantized(model, tmp_path):
+    bridge = AutoBridge.from_hf_pretrained(model / "hf")
+    chunks = bridge.to_megatron_model(wrap_with_ddp=False)
+    name = "decoder.layers.1.mlp.linear_fc2.weight"
+    with torch.no_grad():
+        model_io.unwrap(chunks[0]).get_parameter(name)[3, 5] = float("nan")
+    with pytest.raises(UserError, match=r"layers\.1\.mlp\.down_proj\.weight has values.*NaN"):
+        bridge.save_hf_pretrained(chunks, tmp_path, show_progress=False, quantize="int8")
+
+
+def quantize_fp8(folder):
+    store_in_fp8(folder, activation_scheme="static")
+
+    def add_activations(name, tensor):
+        scale = {name.replace("weight_scale_inv", "activation_scale"): torch.tensor(0.5)}
+        return {name: tensor} | (scale if name.endswith("_scale_inv") else {})
+
+    rewrite(folder, add_activations)
+
+
+def requantize(name):
+    """What writes a model again in a format of ``--quantize``."""
+
+    def run(folder):
+        bridge = AutoBridge.from_hf_pretrained(folder)
+        chunks = bridge.to_megatron_model(wrap_with_ddp=False)
+        bridge.save_hf_pretrained(
+            chunks,
+            folder.parent / "quantized",
+            show_progress=False,
+            quantize=name,
+            group_size=32 if name.startswith("int4") else None,
+        )
+        for path in (folder.parent / "quantized").iterdir():
+            path.rename(folder / path.name)
+
+    return run
+
+
+SOURCES = {"fp8 by block": quantize_fp8} | {
+    name: requantize(name) for name in FORMATS if name != "fp8-block"
+}
+
+
+@pytest.mark.parametrize("store", SOURCES.values(), ids=SOURCES)
+def test_what_was_not_trained_is_as_in_the_source(tmp_path, store, capsys):
+    source = tmp_path / "hf"
+    make_llama(source, dtype=torch.bfloat16, shard_size="1GB", **SIZES, **HEADS)
+    store(source)
+    bridge = AutoBridge.from_hf_pretrained(source)
+    chunks = bridge.to_megatron_model(wrap_with_ddp=False)
+    bridge.save_hf_pretrained(chunks, tmp_path / "same", quantize="source")
+    for name in ("model.safetensors", "config.json"):
+        assert (tmp_path / "same" / name).read_bytes() == (source / name).read_bytes()
+    assert "(14 quantized tensors bitwise as in the source, 0 quantized anew" in " ".join(
+        capsys.readouterr().err.split()
+    )
+
+    name = "model.layers.1.mlp.down_proj"
+    with torch.no_grad():
+        model_io.unwrap(chunks[0]).get_parameter("decoder.layers.1.mlp.linear_fc2.weight").add_(
+            0.05
+        )
+    trained = dict(bridge.export_hf_weights(chunks, cpu=True, show_progress=False))
+    bridge.save_hf_pretrained(chunks, tmp_path / "trained", quantize="source")
+    before, after = (
+        load_file(folder / "model.safetensors") for folder in (source, tmp_path / "trained")
+    )
+    assert before.keys() == after.keys()
+    changed = {key for key in before if not torch.equal(before[key], after[key])}
+    assert changed
+    assert all(key.startswith(f"{name}.") for key in changed)
+    read = PreTrainedCausalLM(tmp_path / "trained").state[f"{name}.weight"]
+    weight = trained[f"{name}.weight"]
+    assert (read - weight).norm() <= 0.15 * weight.norm()
+    assert "13 quantized tensors bitwise as in the source, 1 quantized anew" in " ".join(
+        capsys.readouterr().err.split()
+    )
+
+
+def make_gpt_oss(folder):
+    from transformers import GptOssConfig, GptOssForCausalLM
+
+    torch.manual_seed(0)
+    config = GptOssConfig(
+        vocab_size=101,
+        hidden_size=64,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        num_local_experts=4,
+        num_experts_per_tok=2,
+        sliding_window=16,
+        max_position_embeddings=64,
+        dtype="bfloat16",
+    )
+    GptOssForCausalLM(config).to(torch.bfloat16).save_pretrained(folder)
+
+
+def test_experts_of_gpt_oss(tmp_path):
+    make_gpt_oss(tmp_path / "hf")
+    bridge = AutoBridge.from_hf_pretrained(tmp_path / "hf")
+    chunks = bridge.to_megatron_model(wrap_with_ddp=False)
+    bridge.save_hf_pretrained(chunks, tmp_path / "out", show_progress=False, quantize="mxfp4")
+    stored = load_file(tmp_path / "out" / "model.safetensors")
+    experts = "model.layers.0.mlp.experts."
+    assert stored[f"{experts}down_proj_blocks"].shape == (4, 64, 2, 16)
+    assert stored[f"{experts}gate_up_proj_scales"].shape == (4, 128, 2)
+    full = unquantized_copy(tmp_path / "out", tmp_path / "full")
+    assert torch.equal(logits(tmp_path / "out"), logits(full))
+
+    bridge = AutoBridge.from_hf_pretrained(tmp_path / "out")
+    chunks = bridge.to_megatron_model(wrap_with_ddp=False)
+    bridge.save_hf_pretrained(chunks, tmp_path / "same", show_progress=False, quantize="source")
+    for name in ("model.safetensors", "config.json"):
+        assert (tmp_path / "same" / name).read_bytes() == (tmp_path / "out" / name).read_bytes()
+    for name in ("int8", "nvfp4"):
+        with pytest.raises(UserError, match=r"experts.*holds all experts.*keep-high"):
+            bridge.save_hf_pretrained(chunks, tmp_path / name, quantize=name)
+
+
+def test_random_bits_of_gpt_oss_go_back(tmp_path):
+    make_gpt_oss(tmp_path / "hf")
+    store_in_mxfp4(tmp_path / "hf")
+    bridge = AutoBridge.from_hf_pretrained(tmp_path / "hf")
+    chunks = bridge.to_megatron_model(wrap_with_ddp=False)
+    bridge.save_hf_pretrained(chunks, tmp_path / "same", show_progress=False, quantize="source")
+    name = "model.safetensors"
+    assert (tmp_path / "same" / name).read_bytes() == (tmp_path / "hf" / name).read_bytes()
