@@ -5,10 +5,11 @@ import json
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from megatron.bridge import AutoBridge
 from megatron.bridge.checkpoint import model_io
+from megatron.bridge.cli.main import main
 from megatron.bridge.models.hf_pretrained import PreTrainedCausalLM
 from megatron.bridge.utils.errors import UserError
 from tests.quantize import E2M1, fp8_config, rewrite, store_in_fp8, store_in_mxfp4
@@ -111,6 +112,38 @@ def test_reading_and_converting_what_was_written(model, tmp_path, quantize):
     assert weights.keys() == set(state)
     for name, weight in weights.items():
         assert torch.equal(weight, state[name])
+
+
+@pytest.mark.parametrize("quantize", FORMATS)
+def test_verify_proves_what_was_quantized(model, tmp_path, quantize, capsys):
+    out = export(model, tmp_path / "out", quantize)
+    certificate = tmp_path / "certificate.json"
+    words = ["verify", str(out), str(model / "megatron"), "--no-progress"]
+    assert main([*words, "--certificate", str(certificate)]) == 0
+    assert "7 of 21 tensors are bitwise equal, 14 hold the values of the model rounded" in " ".join(
+        capsys.readouterr().err.split()
+    )
+    proofs = json.loads(certificate.read_text())["tensors"]
+    for name, proof in proofs.items():
+        assert proof["quantized"] == name.endswith("_proj.weight") != proof["equal"]
+
+    tensors = load_file(out / "model.safetensors")
+    codes = next(
+        name
+        for name, tensor in tensors.items()
+        if "layers.1.mlp.down_proj" in name and tensor.ndim == 2 and tensor.itemsize in (1, 4)
+        if not name.endswith("scale")
+    )
+    tensors[codes].view(torch.uint8)[5, 7] ^= 1
+    save_file(tensors, out / "model.safetensors", metadata={"format": "pt"})
+    assert main([*words, "--skip-logits"]) == 1
+    assert "tensor model.layers.1.mlp.down_proj.weight differs" in capsys.readouterr().err
+
+
+def test_verify_compares_logits_of_a_quantized_model(model, tmp_path):
+    out = export(model, tmp_path / "out", "int4")
+    AutoBridge.import_ckpt(out, tmp_path / "megatron", show_progress=False)
+    assert main(["verify", str(out), str(tmp_path / "megatron"), "--no-progress"]) == 0
 
 
 def logits(folder, **options):

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron.bridge.models.hf_pretrained import safetensors_writer
 from megatron.bridge.models.hf_pretrained.pickled_checkpoint import PickledCheckpoint, is_pickled
 from megatron.bridge.models.hf_pretrained.quantization_configs import (
     METHODS,
@@ -74,6 +75,18 @@ def open_unquantized(directory: Path, strip_prefix: str = "") -> SafetensorsChec
     if is_pickled(directory):
         return PickledCheckpoint(directory, strip_prefix)
     return SafetensorsCheckpoint(directory, strip_prefix)
+
+
+def write_in_full(checkpoint: "QuantizedCheckpoint", directory: Path) -> None:
+    """Write the weights of ``checkpoint`` in full, one tensor in memory at a time."""
+    specs = {name: (entry.dtype, entry.shape) for name, entry in checkpoint.entries.items()}
+    layouts = safetensors_writer.new_output_files(specs)
+    safetensors_writer.create(directory, layouts)
+    with safetensors_writer.Writer(directory, layouts) as writer:
+        for name in specs:
+            writer.write(name, 0, checkpoint[name])
+            checkpoint.release(name)
+    safetensors_writer.write_index(directory, layouts, None)
 
 
 class QuantizedCheckpoint(SafetensorsCheckpoint):
