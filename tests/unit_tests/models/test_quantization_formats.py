@@ -7,6 +7,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from megatron.bridge.models.hf_pretrained.quantization_configs import without_quantization
 from megatron.bridge.models.hf_pretrained.quantized_checkpoint import open_checkpoint
 from megatron.bridge.utils.errors import UserError
 from tests.quantize import E2M1
@@ -383,3 +384,80 @@ def test_scales_that_are_nan(tmp_path, make):
     tensors[name].view(-1)[1] = float("nan")
     with pytest.raises(UserError, match=rf"tensor {name} in model-.*safetensors has a scale.*NaN"):
         opened(tmp_path, config, tensors)["m.weight"]
+
+
+def test_two_methods_in_one_checkpoint(tmp_path):
+    config, tensors, _ = int4_in_words()
+    _, others, _ = gptq()
+    others = {name.replace("m.", "other."): tensor for name, tensor in others.items()}
+    message = r"other\.qweight in model-.*safetensors is int32.*not of a format.*one method"
+    with pytest.raises(UserError, match=message):
+        opened(tmp_path, config, {**tensors, **others}).entries  # noqa: B018
+
+
+def test_groups_of_a_mixed_config(tmp_path):
+    """Modules of two groups, by expression and by class, and one that is ignored."""
+    _, experts, values = int4_in_words()
+    _, attention, attention_values = fp8_by_block()
+    config = ct_config(
+        "mixed-precision",
+        ct_group(num_bits=8, type="float", strategy="block", block_structure="10x14"),
+        ct_group(["re:.*experts.*"], num_bits=4, type="int", strategy="group", group_size=16),
+        ignore=["lm_head", "re:.*gate$"],
+    )
+    tensors = {
+        **{name.replace("m.", "layers.0.experts.3."): value for name, value in experts.items()},
+        **{name.replace("m.", "layers.0.attention."): value for name, value in attention.items()},
+        "layers.0.gate.weight": torch.ones(4, 64),
+    }
+    checkpoint = opened(tmp_path, config, tensors)
+    assert torch.equal(checkpoint["layers.0.experts.3.weight"], values)
+    assert torch.equal(checkpoint["layers.0.attention.weight"], attention_values)
+    assert torch.equal(checkpoint["layers.0.gate.weight"], torch.ones(4, 64))
+
+
+def test_a_file_of_modelopt_instead_of_the_config(tmp_path):
+    config, tensors, values = nvfp4("modelopt")
+    details = {"quant_algo": "NVFP4", "group_size": 16, "exclude_modules": ["lm_head"]}
+    content = {"producer": {"name": "modelopt"}, "quantization": details}
+    (tmp_path / "hf_quant_config.json").write_text(json.dumps(content))
+    opened(tmp_path, config, tensors)
+    checkpoint = open_checkpoint(tmp_path, {}, torch.float32)
+    assert torch.equal(checkpoint["m.weight"], values)
+
+
+def test_the_config_of_a_text_model(tmp_path):
+    config, tensors, values = int4_in_words()
+    opened(tmp_path, config, tensors)
+    nested = {"text_config": {"quantization_config": config, "hidden_size": 8}, "vision_config": {}}
+    assert torch.equal(open_checkpoint(tmp_path, nested, torch.float32)["m.weight"], values)
+    assert without_quantization(nested) == {
+        "text_config": {"hidden_size": 8},
+        "vision_config": {},
+    }
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (["fp8"], r"quantization_config=\['fp8'\] is not a table"),
+        (
+            {"quant_method": "fp8", "weight_block_size": 128},
+            "weight_block_size=128 is not supported",
+        ),
+        ({"quant_method": "gptq", "bits": 3}, "bits=3"),
+        ({"quant_method": "awq", "version": "gemv"}, "version='gemv'"),
+        ({"quant_method": "modelopt", "quant_algo": "W4A16_AWQ"}, "quant_algo='W4A16_AWQ'"),
+        (ct_config("marlin-24"), "format='marlin-24'"),
+        (ct_config("dense", transform_config={"R1": {}}), "transform_config"),
+        (ct_config("pack-quantized", ct_group(num_bits=3)), "group_0.weights.num_bits=3"),
+        (ct_config("pack-quantized", ct_group(num_bitz=4)), "num_bitz=4.*did you mean num_bits"),
+        (ct_config("pack-quantized", ct_group("Linear")), r"group_0.targets=\["),
+        (ct_config("pack-quantized", "Linear"), "config_groups.group_0='Linear' is not a table"),
+    ],
+)
+def test_configs_that_are_refused(config, message):
+    if message.startswith("group_0.targets"):
+        config["config_groups"]["group_0"]["targets"] = [1]
+    with pytest.raises(UserError, match=message):
+        without_quantization({"quantization_config": config})

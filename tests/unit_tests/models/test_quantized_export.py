@@ -12,8 +12,9 @@ from megatron.bridge.checkpoint import model_io
 from megatron.bridge.cli.main import main
 from megatron.bridge.models.hf_pretrained import PreTrainedCausalLM
 from megatron.bridge.utils.errors import UserError
-from tests.quantize import E2M1, fp8_config, rewrite, store_in_fp8, store_in_mxfp4
+from tests.quantize import E2M1, fp8_config, rewrite, store_in_fp8, store_in_mxfp4, to_fp8
 from tests.toy_models import make_llama, tokens
+from tests.unit_tests.models.test_quantization_formats import int32_words
 
 SIZES = {"hidden_size": 64, "intermediate_size": 96, "head_dim": 16, "num_hidden_layers": 2}
 HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2}
@@ -357,3 +358,122 @@ def test_random_bits_of_gpt_oss_go_back(tmp_path):
     bridge.save_hf_pretrained(chunks, tmp_path / "same", show_progress=False, quantize="source")
     name = "model.safetensors"
     assert (tmp_path / "same" / name).read_bytes() == (tmp_path / "hf" / name).read_bytes()
+
+
+def test_a_function_of_the_caller_quantizes(model):
+    """The call with which RL frameworks send FP8 weights to an engine."""
+    bridge = AutoBridge.from_hf_pretrained(model / "hf")
+    chunks = bridge.to_megatron_model(wrap_with_ddp=False)
+    weights = dict(
+        bridge.export_hf_weights_quant(
+            chunks,
+            lambda name: ".linear_fc" in name and "norm" not in name,
+            to_fp8,
+            (32, 32),
+            cpu=True,
+            show_progress=False,
+        )
+    )
+    full = dict(bridge.export_hf_weights(chunks, cpu=True, show_progress=False))
+    quantized = {name for name in full if ".mlp." in name}
+    assert weights.keys() == full.keys() | {f"{name}_scale_inv" for name in quantized}
+    for name, weight in full.items():
+        if name not in quantized:
+            assert torch.equal(weights[name], weight)
+            continue
+        codes, scales = to_fp8(weight, (32, 32))
+        assert torch.equal(weights[name].float(), codes.float())
+        assert torch.equal(weights[f"{name}_scale_inv"], scales)
+
+
+def store_like_kimi(folder):
+    """Experts in packed integers and all else in full, as Kimi K2 Thinking is published; returns all values."""
+    values = {}
+
+    def change(name, tensor):
+        values[name] = tensor
+        if ".mlp.experts." not in name:
+            return {name: tensor}
+        groups = tensor.float().unflatten(1, (-1, 32))
+        scales = (groups.abs().amax(dim=-1) / 7.5).bfloat16()
+        codes = (groups / scales.unsqueeze(-1).float()).round().clamp(-8, 7)
+        values[name] = (codes * scales.unsqueeze(-1).float()).flatten(1).to(tensor.dtype)
+        base = name.removesuffix("weight")
+        return {
+            f"{base}weight_packed": int32_words((codes + 8).int().flatten(1), 4),
+            f"{base}weight_scale": scales,
+            f"{base}weight_shape": torch.tensor(tensor.shape, dtype=torch.int32),
+        }
+
+    patterns = ["self_attn.*", "shared_experts.*", r"mlp\.(gate|up|gate_up|down)_proj.*"]
+    weights = {
+        "actorder": None,
+        "block_structure": None,
+        "dynamic": False,
+        "group_size": 32,
+        "num_bits": 4,
+        "observer": "minmax",
+        "observer_kwargs": {},
+        "strategy": "group",
+        "symmetric": True,
+        "type": "int",
+    }
+    group = {
+        "input_activations": None,
+        "output_activations": None,
+        "targets": ["Linear"],
+        "weights": weights,
+    }
+    config = {
+        "config_groups": {"group_0": group},
+        "format": "pack-quantized",
+        "global_compression_ratio": None,
+        "ignore": ["lm_head", *(f"re:.*{pattern}" for pattern in patterns)],
+        "kv_cache_scheme": None,
+        "quant_method": "compressed-tensors",
+        "quantization_status": "compressed",
+    }
+    rewrite(folder, change, config)
+    path = folder / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "model_type": "kimi_k2"}))
+    return values
+
+
+def test_a_model_like_kimi_k2_thinking(tmp_path):
+    from transformers import DeepseekV3Config, DeepseekV3ForCausalLM
+
+    torch.manual_seed(0)
+    config = DeepseekV3Config(
+        vocab_size=101,
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=2,
+        moe_intermediate_size=32,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        n_routed_experts=4,
+        num_experts_per_tok=2,
+        n_group=1,
+        topk_group=1,
+        q_lora_rank=32,
+        kv_lora_rank=32,
+        qk_rope_head_dim=16,
+        v_head_dim=16,
+        qk_nope_head_dim=16,
+        first_k_dense_replace=1,
+        max_position_embeddings=64,
+        num_nextn_predict_layers=0,
+    )
+    DeepseekV3ForCausalLM(config).to(torch.bfloat16).save_pretrained(tmp_path / "hf")
+    values = store_like_kimi(tmp_path / "hf")
+    megatron = str(tmp_path / "megatron")
+    words = ["--hf-model", str(tmp_path / "hf"), "--megatron-path", megatron, "--no-progress"]
+    assert main(["convert", *words]) == 0
+    weights = dict(AutoBridge.from_hf_pretrained(tmp_path / "hf").export_stored_weights(megatron))
+    assert weights.keys() == values.keys()
+    for name, value in values.items():
+        assert torch.equal(weights[name], value), name
+    out = str(tmp_path / "out")
+    assert main(["export", *words, "--hf-path", out, "--quantize", "source"]) == 0
+    for name in ("model.safetensors", "config.json"):
+        assert (tmp_path / "out" / name).read_bytes() == (tmp_path / "hf" / name).read_bytes()

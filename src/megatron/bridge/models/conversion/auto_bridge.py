@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """``AutoBridge`` converts a Hugging Face model to a Megatron model and back."""
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any, cast
@@ -236,6 +236,49 @@ class AutoBridge(BridgedCheckpoint, AdapterCalls):
             )
             named = HFWeightTuple(name, converted)
             yield HFWeightTriple(*named, task.global_param_name) if with_megatron_names else named
+
+    def export_hf_weights_quant(
+        self,
+        model: Chunks,
+        quantization_checker: Callable[[str], bool],
+        quant_fn: Callable[..., tuple[torch.Tensor, torch.Tensor]],
+        quant_block_size: tuple[int, int] | None = None,
+        cpu: bool = False,
+        show_progress: bool = True,
+        conversion_tasks: Iterable[WeightConversionTask] | None = None,
+        merge_adapter_weights: bool = False,
+    ) -> Iterator[HFWeightTuple]:
+        """Yield full Hugging Face tensors like ``export_hf_weights``, some of them quantized by the caller's function.
+
+        Args:
+            model: this rank's chunks.
+            quantization_checker: whether the tensors of a Megatron parameter, given by name, are quantized.
+            quant_fn: called with a full tensor and ``quant_block_size``; returns its codes and scales.
+            quant_block_size: passed to ``quant_fn``.
+            cpu: move each tensor to the CPU.
+            show_progress: show a progress bar on rank 0.
+            conversion_tasks: tasks from ``get_conversion_tasks`` to convert; None converts all.
+            merge_adapter_weights: merge adapters into the weights; False yields the weights of the base model.
+
+        Yields:
+            (param_name, weight), in the order of the model; the scales of a quantized tensor follow it, under its name
+            and ``_scale_inv``.
+        """
+        weights = self.export_hf_weights(
+            model,
+            show_progress=show_progress,
+            conversion_tasks=conversion_tasks,
+            merge_adapter_weights=merge_adapter_weights,
+            with_megatron_names=True,
+        )
+        for triple in weights:
+            name, weight, megatron_name = cast(HFWeightTriple, triple)
+            tensors = {name: weight}
+            if quantization_checker(megatron_name):
+                codes, scales = quant_fn(weight, quant_block_size)
+                tensors = {name: codes, f"{name}_scale_inv": scales}
+            for part, tensor in tensors.items():
+                yield HFWeightTuple(part, tensor.cpu() if cpu else tensor)
 
     def save_hf_pretrained(
         self,

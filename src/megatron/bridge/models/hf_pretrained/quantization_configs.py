@@ -36,9 +36,22 @@ def _any_of(*values: Any) -> Accepts:
 
 
 def _is_block(value: Any) -> bool:
-    return value is None or (
-        len(value) == 2 and all(isinstance(size, int) and size > 0 for size in value)
-    )
+    if value is None:
+        return True
+    is_pair = isinstance(value, list | tuple) and len(cast(Sequence[Any], value)) == 2
+    return is_pair and all(isinstance(size, int) and size > 0 for size in value)
+
+
+def _is_structure(value: Any) -> bool:
+    return _is_block(value) or bool(re.fullmatch(r"[1-9]\d*x[1-9]\d*", str(value)))
+
+
+def _is_names(value: Any) -> bool:
+    return isinstance(value, list) and all(isinstance(name, str) for name in cast(Any, value))
+
+
+def _is_mapping_or_none(value: Any) -> bool:
+    return value is None or isinstance(value, Mapping)
 
 
 def _is_empty(value: Any) -> bool:
@@ -107,15 +120,18 @@ def _keys(*harmless: str, **checked: Accepts) -> dict[str, Accepts]:
 
 _EXCEPTIONS = ("modules_to_not_convert", "modules_to_convert", "ignored_layers", "dequantize")
 _OF_WEIGHTS = _keys(
-    *("num_bits", "group_size", "strategy", "block_structure", "observer", "observer_kwargs"),
-    *("symmetric", "scale_dtype", "zp_dtype"),
+    *("group_size", "strategy", "observer", "observer_kwargs", "symmetric"),
+    *("scale_dtype", "zp_dtype"),
+    num_bits=_any_of(2, 4, 8),
+    block_structure=_is_structure,
     type=_any_of("int", "float"),
     dynamic=_any_of(False, None),
     actorder=_any_of(None, False, "weight", "static", "group", "dynamic"),
 )
 _OF_GROUP = _keys(
-    *("targets", "input_activations", "output_activations", "format", "quant_algo"),
-    weights=_anything,
+    *("input_activations", "output_activations", "format", "quant_algo"),
+    targets=_is_names,
+    weights=_is_mapping_or_none,
 )
 _GROUPS: Mapping[str, Mapping[str, Accepts]] = {"group": _OF_GROUP, "weights": _OF_WEIGHTS}
 _CT_FORMATS = (
@@ -234,9 +250,15 @@ def check(config: Config) -> str:
         )
     method = METHODS[name]
     _check_keys(KEY, config, method.keys, name)
+    groups = config.get("config_groups") or {}
+    if method.nested is not None and not isinstance(groups, Mapping):
+        raise UserError(f"{KEY}.config_groups={groups!r} is not a table of groups: {WAY_OUT}")
     if method.nested is not None:
-        for label, group in (config.get("config_groups") or {}).items():
+        for label, group in cast(Mapping[str, Any], groups).items():
             where = f"{KEY}.config_groups.{label}"
+            if not isinstance(group, Mapping):
+                raise UserError(f"{where}={group!r} is not a table: {WAY_OUT}")
+            group = cast(Config, group)
             _check_keys(where, group, method.nested["group"], name)
             _check_keys(
                 f"{where}.weights", group.get("weights") or {}, method.nested["weights"], name
@@ -303,6 +325,8 @@ def as_plain_dict(quantization: Any) -> Config:
     """A ``quantization_config`` as a dict; transformers may have made it an object."""
     if isinstance(quantization, Mapping):
         return cast(Config, quantization)
+    if not hasattr(quantization, "to_dict"):
+        raise UserError(f"{KEY}={quantization!r} is not a table: {WAY_OUT}")
     plain: Iterable[tuple[str, Any]] = quantization.to_dict().items()
     return {key: getattr(value, "value", value) for key, value in plain}
 

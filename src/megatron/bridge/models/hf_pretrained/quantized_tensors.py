@@ -12,6 +12,7 @@ of a tensor does a tenth of the work.
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from types import MappingProxyType
 from typing import Literal
 
@@ -57,6 +58,7 @@ E8M0 = table_of(
 )
 
 
+@cache
 def unsigned(bits: int, offset: int = 0) -> Tensor:
     """Return the table of unsigned integers of ``bits`` bits, from which ``offset`` is subtracted."""
     return table_of([float(code - offset) for code in range(1 << bits)])
