@@ -28,6 +28,8 @@ Stored = Mapping[str, Tensor]  # stored tensors by name
 _BYTES = torch.arange(256, dtype=torch.uint8)
 _E2M1_VALUES = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]
 _AT_ONCE = 1 << 17  # numbers unpacked at a time: half a megabyte, which fits into the CPU cache
+_ENCODED_AT_ONCE = 1 << 20  # numbers packed at a time
+_WORDS_OF_ROWS = 32  # rows that fill words of any format
 _E8M0_BIAS = 127
 
 
@@ -122,13 +124,19 @@ class StoredMatrix:
 
     def encode(self, numbers: Tensor) -> dict[str, Tensor]:
         """Return the stored tensor for ``numbers`` [rows, columns], rounded to the nearest ones that it can hold."""
-        shape = self.entry.shape[1:] if self.stacked else self.entry.shape
+        return self.store([self.words_of(numbers)])
+
+    def words_of(self, numbers: Tensor) -> Tensor:
+        """Return the stored elements for some full rows; these must fill words, if words are along rows."""
         if self.table is None:
-            return {self.entry.name: numbers.to(self.entry.dtype).reshape(shape)}
+            return numbers.to(self.entry.dtype)
         codes = nearest_codes(numbers, self.table)
-        if self.words_in == "rows":
-            return {self.entry.name: self._pack(codes.t()).t().contiguous().reshape(shape)}
-        return {self.entry.name: self._pack(codes).reshape(shape)}
+        return self._pack(codes.t()).t() if self.words_in == "rows" else self._pack(codes)
+
+    def store(self, words: Sequence[Tensor]) -> dict[str, Tensor]:
+        """Return the stored tensor by name, given the elements of all rows in order."""
+        shape = self.entry.shape[1:] if self.stacked else self.entry.shape
+        return {self.entry.name: torch.cat(list(words)).reshape(shape)}
 
     def _pack(self, codes: Tensor) -> Tensor:
         """Return the words of [rows, numbers] codes; the last word is filled with zeros."""
@@ -290,8 +298,11 @@ class ScaledNumbers:
                 takes that of ``numbers``.
             stored: has the group of each row or column, where that is stored.
         """
-        blocks = self._in_blocks(numbers, stored)
-        parts = self._encode_scales(blocks, largest)
+        parts = (
+            self._encode_scales(numbers, stored, largest)
+            if self.zero is None
+            else self._encode_zeros(numbers, stored)
+        )
         return parts | self.encode_codes({**stored, **parts}, None, numbers)
 
     def encode_codes(
@@ -302,48 +313,65 @@ class ScaledNumbers:
         Args:
             stored: the stored scales and zeros by name.
             matrix: index in a stack; None if there is no stack.
-            numbers: [rows, columns] in float32.
+            numbers: [rows, columns], in any floating-point dtype.
         """
-        row_blocks = self._blocks_of(stored, "rows", range(numbers.shape[0]))
+        words: list[Tensor] = []
         column_blocks = self._blocks_of(stored, "columns", range(numbers.shape[1]))
-        scales = row_blocks.and_columns(self.scale, column_blocks, stored, matrix)
-        scales = torch.where(scales > 0, scales, 1.0) * self.factor
-        codes = numbers.clone()
-        scaled = Tensor.mul_ if self.divides else Tensor.div_
-        _per_block(codes, scales, row_blocks, column_blocks, scaled)
-        if self.zero is not None:
-            zeros = row_blocks.and_columns(self.zero, column_blocks, stored, matrix)
-            _per_block(codes, zeros + self.zero_offset, row_blocks, column_blocks, Tensor.add_)
-        return self.numbers.encode(codes)
+        for rows in _row_ranges(numbers, _WORDS_OF_ROWS):
+            row_blocks = self._blocks_of(stored, "rows", rows)
+            scales = row_blocks.and_columns(self.scale, column_blocks, stored, matrix)
+            scales = torch.where(scales > 0, scales, 1.0) * self.factor
+            codes = numbers[_slice_of(rows)].to(torch.float32, copy=True)
+            scaled = Tensor.mul_ if self.divides else Tensor.div_
+            _per_block(codes, scales, row_blocks, column_blocks, scaled)
+            if self.zero is not None:
+                zeros = row_blocks.and_columns(self.zero, column_blocks, stored, matrix)
+                zeros = zeros + self.zero_offset
+                _per_block(codes, zeros, row_blocks, column_blocks, Tensor.add_)
+            words.append(self.numbers.words_of(codes))
+        return self.numbers.store(words)
 
-    def _in_blocks(self, numbers: Tensor, stored: Stored) -> Tensor:
-        """Return [block rows, height, block columns, width]; blocks at the edges are filled with zeros."""
+    def _in_blocks(self, numbers: Tensor, stored: Stored) -> Iterator[Tensor]:
+        """Yield [block rows, height, block columns, width] for some rows; the edges are filled with zeros."""
         height, width = self.block
+        order: Tensor | None = None
         if self.groups is not None:
-            axis = 0 if self.groups_of == "rows" else 1
             group_of = stored[self.groups.name].long()
             if group_of.bincount().unique().numel() != 1:
                 raise UserError(
                     f"tensor {self.groups.name} has groups of different lengths, which cannot be quantized anew: "
                     "export without quantize='source'"
                 )
-            numbers = numbers.index_select(axis, group_of.argsort(stable=True))
-        rows, columns = numbers.shape
-        padded = torch.nn.functional.pad(numbers, (0, -columns % width, 0, -rows % height))
-        return padded.reshape(-(-rows // height), height, -(-columns // width), width)
+            order = group_of.argsort(stable=True)
+        for rows in _row_ranges(numbers, height):
+            if order is not None and self.groups_of == "rows":
+                part = numbers.index_select(0, order[_slice_of(rows)]).float()
+            else:
+                part = numbers[_slice_of(rows)].float()
+            if order is not None and self.groups_of == "columns":
+                part = part.index_select(1, order)
+            padding = (0, -part.shape[1] % width, 0, -part.shape[0] % height)
+            padded = torch.nn.functional.pad(part, padding) if any(padding) else part
+            yield padded.unflatten(1, (-1, width)).unflatten(0, (-1, height))
 
-    def _encode_scales(self, blocks: Tensor, largest: Tensor | None) -> dict[str, Tensor]:
-        if self.zero is not None:
-            return self._encode_zeros(blocks)
-        magnitudes = blocks.abs().amax(dim=(1, 3))
-        if largest is not None and magnitudes.numel() == 1:
-            magnitudes = largest.reshape(1, 1).to(magnitudes)
+    def _encode_scales(
+        self, numbers: Tensor, stored: Stored, largest: Tensor | None
+    ) -> dict[str, Tensor]:
         limit = self._limit() * self.factor
-        needed = magnitudes / limit
+        is_power = isinstance(self.scale, StoredMatrix) and is_power_of_two(self.scale)
+        of_rows: list[Tensor] = []
+        for blocks in self._in_blocks(numbers, stored):
+            magnitudes = blocks.abs().amax(dim=(1, 3))
+            of_rows.append(
+                _nearest_powers(blocks, magnitudes, self.numbers)
+                if is_power
+                else magnitudes / limit
+            )
+        needed = torch.cat(of_rows)
+        if largest is not None and needed.numel() == 1:
+            needed = (largest / limit).reshape(1, 1).to(needed)
         if isinstance(self.scale, ScaledNumbers):
             return self.scale.encode(needed, None if largest is None else largest / limit)
-        if is_power_of_two(self.scale):
-            needed = _nearest_powers(blocks, magnitudes, self.numbers)
         needed = torch.where(needed > 0, needed, 1.0)
         return self.scale.encode(needed.reciprocal() if self.divides else needed)
 
@@ -355,15 +383,19 @@ class ScaledNumbers:
         # of [-8, 7]: with 7.5, both ends are rounded by half a step
         return largest + 0.5 if is_packed_integer else largest
 
-    def _encode_zeros(self, blocks: Tensor) -> dict[str, Tensor]:
+    def _encode_zeros(self, numbers: Tensor, stored: Stored) -> dict[str, Tensor]:
         """Return scales and zeros with which the codes have the range of each block, 0 included."""
         assert self.zero is not None
         assert self.numbers.table is not None
         assert isinstance(self.scale, StoredMatrix)
         lowest_code = float(self.numbers.table.min())
         highest_code = float(self.numbers.table.max())
-        low = blocks.amin(dim=(1, 3)).clamp(max=0)
-        high = blocks.amax(dim=(1, 3)).clamp(min=0)
+        of_rows: list[tuple[Tensor, Tensor]] = []
+        for blocks in self._in_blocks(numbers, stored):
+            low = blocks.amin(dim=(1, 3)).clamp(max=0)
+            of_rows.append((low, blocks.amax(dim=(1, 3)).clamp(min=0)))
+        low = torch.cat([part for part, _ in of_rows])
+        high = torch.cat([part for _, part in of_rows])
         needed = (high - low) / (highest_code - lowest_code)
         parts = self.scale.encode(torch.where(needed > 0, needed, 1.0))
         scales = self.scale.read(parts, None, *map(range, self.scale.shape))
@@ -456,7 +488,7 @@ class QuantizedTensor:
         return True
 
     def _as_stored(self, matrix: Tensor) -> Tensor:
-        numbers = matrix.detach().to(device="cpu", dtype=torch.float32)
+        numbers = matrix.detach().cpu()
         if self.flat:
             return numbers.reshape(1, -1)
         return numbers.t() if self.transposed else numbers
@@ -490,13 +522,21 @@ def nearest_codes(numbers: Tensor, table: Tensor) -> Tensor:
 
 
 def _nearest_e2m1(numbers: Tensor) -> Tensor:
+    """Return the codes of the nearest numbers of E2M1: steps of 0.5 up to 2, of 1 up to 4, of 2 up to 6."""
     magnitude = numbers.abs()
-    values = torch.tensor(_E2M1_VALUES)
-    between = (values[1:] + values[:-1]) / 2
-    code = torch.bucketize(magnitude, between)  # halfway, the lower code
-    is_halfway = (code < len(between)) & (magnitude == between[code.clamp(max=len(between) - 1)])
-    code += is_halfway & (code % 2 == 1)
-    return (code + 8 * numbers.signbit()).to(torch.uint8)
+    code = (magnitude * 2).round_()
+    code = torch.minimum(code, magnitude.round().add_(2))
+    code = torch.minimum(code, magnitude.mul_(0.5).round_().add_(4)).clamp_(max=7)
+    return code.to(torch.uint8).add_(numbers.signbit().to(torch.uint8), alpha=8)
+
+
+def _rounded_magnitudes(magnitudes: Tensor, table: Tensor) -> Tensor:
+    """Return the numbers of ``table`` nearest to ``magnitudes``."""
+    if table is E4M3:
+        return magnitudes.clamp(max=448).to(torch.float8_e4m3fn).float()
+    coarse = (magnitudes * 0.5).round_().mul_(2).clamp_(max=6)
+    fine = torch.where(magnitudes < 4, magnitudes.round(), coarse)
+    return torch.where(magnitudes < 2, (magnitudes * 2).round_().mul_(0.5), fine)
 
 
 def _nearest_powers(blocks: Tensor, magnitudes: Tensor, numbers: StoredMatrix) -> Tensor:
@@ -515,12 +555,12 @@ def _nearest_powers(blocks: Tensor, magnitudes: Tensor, numbers: StoredMatrix) -
     positive = torch.where(magnitudes > 0, magnitudes, largest)
     exponents = (positive / largest).log2().floor()
     exponents = exponents.clamp(-_E8M0_BIAS, _E8M0_BIAS - 1)
+    sizes = blocks.abs()
     losses: list[Tensor] = []
     for more in (0, 1):
         scale = torch.exp2(exponents + more)[:, None, :, None]
-        codes = nearest_codes(blocks / scale, numbers.table).long()
-        rounded = numbers.table[: 256 if numbers.table.shape[1] == 1 else 16, 0][codes] * scale
-        losses.append((rounded - blocks).square().sum(dim=(1, 3)))
+        rounded = _rounded_magnitudes(sizes / scale, numbers.table).mul_(scale)
+        losses.append(rounded.sub_(sizes).square_().sum(dim=(1, 3)))
     return torch.exp2(exponents + (losses[1] < losses[0]))
 
 
@@ -538,6 +578,13 @@ def _range_of(size: int, part: int | slice) -> range:
     """The indices of a slice of ``size`` rows or columns."""
     assert isinstance(part, slice), "rows and columns are indexed by slices"
     return range(size)[part]
+
+
+def _row_ranges(numbers: Tensor, unit: int) -> Iterator[range]:
+    """Yield the rows of a matrix, about a million numbers at a time in multiples of ``unit`` rows."""
+    at_once = max(1, _ENCODED_AT_ONCE // max(1, numbers.shape[1] * unit)) * unit
+    for start in range(0, numbers.shape[0], at_once):
+        yield range(start, min(start + at_once, numbers.shape[0]))
 
 
 def _slice_of(indices: range) -> slice:
