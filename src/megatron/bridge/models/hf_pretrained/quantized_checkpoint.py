@@ -42,7 +42,7 @@ from megatron.bridge.utils.errors import UserError, first_problems
 
 
 @dataclass
-class Found:
+class SearchResult:
     """What the stored tensors of a checkpoint stand for."""
 
     packed: dict[str, QuantizedTensor] = field(default_factory=dict[str, QuantizedTensor])
@@ -132,23 +132,25 @@ class QuantizedCheckpoint(SafetensorsCheckpoint):
                 full_entries[plain_name[name]] = replace(
                     entry, name=plain_name[name], dtype=self._dtype, shape=packed.shape
                 )
-            elif name not in self._found.claimed:
+            elif name not in self._search_result.claimed:
                 full_entries[name] = entry
         return full_entries
 
     @property
     def packed(self) -> dict[str, QuantizedTensor]:
         """The quantized tensors by plain name."""
-        return self._found.packed
+        return self._search_result.packed
 
     @cached_property
     def beside_weights(self) -> list[str]:
         """Stored tensors of no weight: scales of activations and caches, which only inference uses."""
         of_weights = {entry.name for packed in self.packed.values() for entry in packed.sources}
-        return [name for name in self.stored.entries if name in self._found.claimed - of_weights]
+        return [
+            name for name in self.stored.entries if name in self._search_result.claimed - of_weights
+        ]
 
     @cached_property
-    def _found(self) -> Found:
+    def _search_result(self) -> SearchResult:
         method = METHODS[self.method]
         entries = self.stored.entries
         result = find_tensors(entries, method.formats, scheme_finder(self.config), self.stored)
@@ -195,7 +197,7 @@ def find_tensors(
     formats: tuple[Format, ...],
     scheme_of: Callable[[str], Scheme],
     stored: Mapping[str, Tensor],
-) -> Found:
+) -> SearchResult:
     """Find the quantized tensors of a checkpoint.
 
     Args:
@@ -204,7 +206,7 @@ def find_tensors(
         scheme_of: what the config declares about the module of a plain name.
         stored: the values of the stored tensors.
     """
-    result = Found()
+    result = SearchResult()
     for row in formats:
         for name, entry in entries.items():
             if name in result.claimed or not _is_code(row, name, entry, entries):
@@ -259,7 +261,7 @@ def _parts_of(row: Format, base: str, entries: Entries) -> dict[str, TensorEntry
     return parts
 
 
-def _name_left_over(result: Found, entries: Entries, formats: tuple[Format, ...]) -> None:
+def _name_left_over(result: SearchResult, entries: Entries, formats: tuple[Format, ...]) -> None:
     """Add a problem for each part whose codes are not there or not quantized, and for codes of other formats."""
     for name, entry in entries.items():
         if name in result.claimed:

@@ -111,28 +111,28 @@ def _half(dtype: torch.dtype) -> torch.dtype:
     return dtype if dtype.itemsize == 2 else torch.bfloat16
 
 
-def _fp8_config(kept: Sequence[str], size: int) -> dict[str, Any]:
+def _fp8_config(in_full: Sequence[str], size: int) -> dict[str, Any]:
     return {
         "quant_method": "fp8",
         "fmt": "e4m3",
         "activation_scheme": "dynamic",
         "weight_block_size": [size, size],
-        "modules_to_not_convert": list(kept),
+        "modules_to_not_convert": list(in_full),
     }
 
 
-def _mxfp4_config(kept: Sequence[str], _: int) -> dict[str, Any]:
-    return {"quant_method": "mxfp4", "modules_to_not_convert": list(kept)}
+def _mxfp4_config(in_full: Sequence[str], _: int) -> dict[str, Any]:
+    return {"quant_method": "mxfp4", "modules_to_not_convert": list(in_full)}
 
 
-def _awq_config(kept: Sequence[str], size: int) -> dict[str, Any]:
+def _awq_config(in_full: Sequence[str], size: int) -> dict[str, Any]:
     return {
         "quant_method": "awq",
         "bits": 4,
         "group_size": size,
         "zero_point": True,
         "version": "gemm",
-        "modules_to_not_convert": list(kept),
+        "modules_to_not_convert": list(in_full),
     }
 
 
@@ -144,7 +144,7 @@ def _compressed(
 ) -> Callable[[Sequence[str], int], dict[str, Any]]:
     """Return what makes the config of a format of compressed-tensors."""
 
-    def make(kept: Sequence[str], size: int) -> dict[str, Any]:
+    def make(in_full: Sequence[str], size: int) -> dict[str, Any]:
         sized = {"group_size": size} if weights["strategy"] == "group" else {}
         group = {
             "targets": ["Linear"],
@@ -158,7 +158,7 @@ def _compressed(
             "format": format_name,
             "quantization_status": "compressed",
             "config_groups": {"group_0": group},
-            "ignore": list(kept),
+            "ignore": list(in_full),
             "kv_cache_scheme": None,
         }
 

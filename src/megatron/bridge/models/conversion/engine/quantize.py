@@ -33,7 +33,9 @@ Specs = dict[str, tuple[torch.dtype, tuple[int, ...]]]  # dtypes and shapes of t
 
 # matrices of attention, MLPs and experts; not embeddings, routers, heads, recurrent mixers and towers
 _QUANTIZED = re.compile(r"(^|\.)(decoder|mtp)\..*\.linear_\w+\.weight\d*$")
-_KEPT = ("*weights_proj*",)  # the weights of an indexer's heads: few, and DeepSeek keeps them
+_ALWAYS_IN_FULL = (
+    "*weights_proj*",
+)  # the weights of an indexer's heads: few, and DeepSeek keeps them
 
 
 class Quantizer(Protocol):
@@ -92,12 +94,12 @@ class ToFormat:
         self._size = group_size or row.group_size or 0
         self._keep_high = tuple(keep_high)
         self._outlines: dict[str, Outline] = {}
-        self._kept: list[str] = []
+        self._modules_in_full: list[str] = []
 
     @property
     def config(self) -> dict[str, Any]:
         """The ``quantization_config``, after ``layout``."""
-        return self._row.config(self._kept, self._size)
+        return self._row.config(self._modules_in_full, self._size)
 
     def summary(self) -> str:
         """Return what was written, for the last line of an export; all ranks must call this."""
@@ -114,13 +116,13 @@ class ToFormat:
             for name in task.mapping.hf_names:
                 dtype, shape = exported.get(name, (torch.bfloat16, ()))
                 is_matrix = len(shape) == 2 and not task.mapping.transposed and not stacked_only
-                if (is_matrix or task.mapping.is_stacked) and not self._is_kept(name):
+                if (is_matrix or task.mapping.is_stacked) and not self._stays_in_full(name):
                     self._outlines[name] = outline(self._row, name, shape, dtype, self._size)
         if not self._outlines:
             raise UserError(
                 f"quantize={self.name!r} finds no matrix to quantize: every one is kept in full or stored transposed"
             )
-        self._kept = _modules_of_matrices(exported, self._outlines)
+        self._modules_in_full = _modules_of_matrices(exported, self._outlines)
         stored: Specs = {}
         for name, spec in exported.items():
             if name in self._outlines:
@@ -165,8 +167,8 @@ class ToFormat:
         """Return tensors that are stored as they are, once."""
         return {}
 
-    def _is_kept(self, name: str) -> bool:
-        return any(fnmatch(name, pattern) for pattern in (*_KEPT, *self._keep_high))
+    def _stays_in_full(self, name: str) -> bool:
+        return any(fnmatch(name, pattern) for pattern in (*_ALWAYS_IN_FULL, *self._keep_high))
 
     def _check_patterns(self, exported: Specs) -> None:
         for pattern in self._keep_high:
@@ -321,8 +323,9 @@ def _modules_of_matrices(exported: Specs, quantized: Iterable[str]) -> list[str]
         for name, (_, shape) in exported.items()
         if name.endswith(".weight") and len(shape) > 1
     ]
-    kept = [module for module in modules if module not in of_quantized]
-    return kept if any(module.endswith("lm_head") for module in kept) else [*kept, "lm_head"]
+    in_full = [module for module in modules if module not in of_quantized]
+    has_head = any(module.endswith("lm_head") for module in in_full)
+    return in_full if has_head else [*in_full, "lm_head"]
 
 
 def _refuse_invalid(full_tensors: Mapping[str, Tensor], quantized: Iterable[str]) -> None:
