@@ -206,7 +206,7 @@ def test_projections_of_one_matrix_share_their_scale(model, tmp_path):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"quantize": "fp8"}, "quantize='fp8' is not a format.*fp8-block.*source"),
+        ({"quantize": "fp8"}, "quantize='fp8' is not one of fp8-block.*source"),
         ({"quantize": "source"}, "the source is not quantized"),
         ({"quantize": "mxfp4", "group_size": 64}, "group_size=64.*the format has its own"),
         ({"quantize": None, "group_size": 64}, "group_size=64 has no effect"),
@@ -477,3 +477,64 @@ def test_a_model_like_kimi_k2_thinking(tmp_path):
     assert main(["export", *words, "--hf-path", out, "--quantize", "source"]) == 0
     for name in ("model.safetensors", "config.json"):
         assert (tmp_path / "out" / name).read_bytes() == (tmp_path / "hf" / name).read_bytes()
+
+
+def test_a_model_without_a_source(tmp_path):
+    """Weights of a run from scratch: the config is transformers' own."""
+    from transformers import AutoConfig
+
+    make_llama(tmp_path / "hf", dtype=torch.bfloat16, shard_size="1GB", **SIZES, **HEADS)
+    chunks = AutoBridge.from_hf_pretrained(tmp_path / "hf").to_megatron_model(wrap_with_ddp=False)
+    bridge = AutoBridge.from_hf_config(AutoConfig.from_pretrained(tmp_path / "hf"))
+    for quantize in ("fp8-block", "nvfp4"):
+        for name, source in (
+            ("out", bridge),
+            ("same", AutoBridge.from_hf_pretrained(tmp_path / "hf")),
+        ):
+            source.save_hf_pretrained(
+                chunks, tmp_path / name, show_progress=False, quantize=quantize
+            )
+        out, same = (tmp_path / name for name in ("out", "same"))
+        written, expected = (load_file(folder / "model.safetensors") for folder in (out, same))
+        assert written.keys() == expected.keys()
+        for name, tensor in written.items():
+            assert torch.equal(tensor.view(torch.uint8), expected[name].view(torch.uint8))
+        configs = [json.loads((folder / "config.json").read_text()) for folder in (out, same)]
+        assert configs[0]["quantization_config"] == configs[1]["quantization_config"]
+
+
+def test_biases_of_zero_beside_gptq(tmp_path):
+    """Tools of GPTQ store a bias for every layer; that of a layer with a bias is its own."""
+    source = tmp_path / "hf"
+    make_llama(source, dtype=torch.float16, shard_size="1GB", attention_bias=True, **SIZES, **HEADS)
+
+    def change(name, tensor):
+        if not name.endswith("_proj.weight"):
+            return {name: torch.zeros_like(tensor) if name.endswith("q_proj.bias") else tensor}
+        rows, columns = tensor.shape
+        base = name.removesuffix("weight")
+        codes = torch.randint(0, 16, (columns, rows))
+        bias = {f"{base}bias": torch.zeros(rows, dtype=tensor.dtype)}
+        return (bias if ".mlp." in name else {}) | {
+            f"{base}qweight": int32_words(codes.t(), 4).t().contiguous(),
+            f"{base}qzeros": int32_words(torch.full((columns // 32, rows), 7), 4),
+            f"{base}scales": torch.full((columns // 32, rows), 0.03, dtype=torch.float16),
+            f"{base}g_idx": torch.arange(columns, dtype=torch.int32) // 32,
+        }
+
+    config = {"quant_method": "gptq", "bits": 4, "group_size": 32, "desc_act": False, "sym": True}
+    torch.manual_seed(0)
+    rewrite(source, change, config)
+    declared = json.loads((source / "config.json").read_text())
+    del declared["dtype"]  # it is then that of the stored tensors
+    (source / "config.json").write_text(json.dumps(declared))
+    bridge = AutoBridge.from_hf_pretrained(source)
+    chunks = bridge.to_megatron_model(wrap_with_ddp=False)
+    full = dict(bridge.export_hf_weights(chunks, cpu=True, show_progress=False))
+    assert "model.layers.0.self_attn.q_proj.bias" in full
+    assert "model.layers.0.mlp.up_proj.bias" not in full
+    bridge.save_hf_pretrained(chunks, tmp_path / "same", show_progress=False, quantize="source")
+    name = "model.safetensors"
+    assert (tmp_path / "same" / name).read_bytes() == (source / name).read_bytes()
+    bridge.save_hf_pretrained(chunks, tmp_path / "full", show_progress=False)
+    assert load_file(tmp_path / "full" / name).keys() == full.keys()

@@ -12,7 +12,12 @@ from typing import Any, cast
 
 import torch
 
-from megatron.bridge.models.hf_pretrained import hub, quantization_configs, quantized_checkpoint
+from megatron.bridge.models.hf_pretrained import (
+    hub,
+    quantization_configs,
+    quantized_checkpoint,
+    transformers_reads,
+)
 from megatron.bridge.models.hf_pretrained.model_folder import RECORD
 from megatron.bridge.models.hf_pretrained.own_configs import own_config
 from megatron.bridge.models.hf_pretrained.safetensors_files import SafetensorsCheckpoint
@@ -126,6 +131,16 @@ class PreTrainedCausalLM:
 
     @cached_property
     def config(self) -> Any:
+        config = self._parsed_config
+        if self.dtype is not None:
+            config.dtype = self.dtype
+        elif config.dtype is None:
+            config.dtype = self._stored_dtype()
+        return config
+
+    @cached_property
+    def _parsed_config(self) -> Any:
+        """The config as transformers reads the file."""
         import transformers
         from huggingface_hub.errors import StrictDataclassError
 
@@ -151,10 +166,6 @@ class PreTrainedCausalLM:
             raise UserError(
                 f"transformers refuses {self.directory / 'config.json'}: {reason}"
             ) from error
-        if self.dtype is not None:
-            config.dtype = self.dtype
-        elif config.dtype is None:
-            config.dtype = self._stored_dtype()
         return config
 
     @cached_property
@@ -169,7 +180,11 @@ class PreTrainedCausalLM:
         """The weights in full, as lazy views; quantized ones are dequantized when they are read."""
         directory = hub.resolve(self.model_name_or_path, weights=True, **self._hub)
         return quantized_checkpoint.open_checkpoint(
-            directory, self.raw_config, self.declared_dtype, self.strip_prefix
+            directory,
+            self.raw_config,
+            self.declared_dtype,
+            self.strip_prefix,
+            lambda names: transformers_reads.unread_tensors(self._parsed_config.to_dict(), names),
         )
 
     @property

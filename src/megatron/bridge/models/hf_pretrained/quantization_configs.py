@@ -150,7 +150,7 @@ METHODS: dict[str, Method] = {
             *_EXCEPTIONS,
             activation_scheme=_any_of("dynamic", "static"),
             weight_block_size=_is_block,
-            fmt=_any_of("e4m3", None),
+            fmt=_any_of("e4m3", "float8_e4m3fn", None),
             scale_fmt=_any_of("float", "ue8m0", None),
             expert_dtype=_any_of("fp8", None),
         ),
@@ -239,6 +239,10 @@ METHODS: dict[str, Method] = {
         ),
     ),
 }
+
+
+for _name in ("modelopt_fp4", "modelopt_mxfp8", "modelopt_mixed"):
+    METHODS[_name] = METHODS["modelopt"]
 
 
 def check(config: Config) -> str:

@@ -482,6 +482,7 @@ CODES_OF_ANY = (".qweight", ".weight_packed", "_blocks")
 INFERENCE_ENDS = (
     "activation_scale",
     "input_scale",
+    "input_scale_ub",
     "input_zero_point",
     "input_global_scale",
     "output_scale",

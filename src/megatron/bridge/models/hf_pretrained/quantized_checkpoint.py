@@ -6,7 +6,7 @@ tensors must be accounted for; a scale that is missing, unused or of the wrong s
 in ``quantization_formats``, methods in ``quantization_configs``.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -52,8 +52,16 @@ class SearchResult:
     problems: list[str] = field(default_factory=list[str])
 
 
+FindUnread = Callable[[Iterable[str]], Iterable[str]]
+"""Returns those of some tensors that transformers' model does not load."""
+
+
 def open_checkpoint(
-    directory: Path, config: Mapping[str, Any], dtype: torch.dtype | None, strip_prefix: str = ""
+    directory: Path,
+    config: Mapping[str, Any],
+    dtype: torch.dtype | None,
+    strip_prefix: str = "",
+    find_unread: FindUnread = lambda names: (),
 ) -> SafetensorsCheckpoint:
     """Return the weights of a model.
 
@@ -62,12 +70,15 @@ def open_checkpoint(
         config: its ``config.json``.
         dtype: dtype in which quantized tensors appear; bfloat16 when None.
         strip_prefix: prefix of all names in the files, which is left out.
+        find_unread: which tensors the model does not have.
     """
     quantization = quantization_of(config, directory)
     if quantization is None:
         return open_unquantized(directory, strip_prefix)
     check(quantization)
-    return QuantizedCheckpoint(directory, quantization, dtype or torch.bfloat16, strip_prefix)
+    return QuantizedCheckpoint(
+        directory, quantization, dtype or torch.bfloat16, strip_prefix, find_unread
+    )
 
 
 def open_unquantized(directory: Path, strip_prefix: str = "") -> SafetensorsCheckpoint:
@@ -103,6 +114,7 @@ class QuantizedCheckpoint(SafetensorsCheckpoint):
         config: Mapping[str, Any],
         dtype: torch.dtype,
         strip_prefix: str = "",
+        find_unread: FindUnread = lambda names: (),
     ) -> None:
         super().__init__(directory)
         self.as_stored = False
@@ -111,6 +123,7 @@ class QuantizedCheckpoint(SafetensorsCheckpoint):
         self.stored = open_unquantized(directory, strip_prefix)
         """The tensors as they are in the files."""
         self._dtype = dtype
+        self._find_unread = find_unread
 
     @property
     def method(self) -> str:
@@ -143,7 +156,7 @@ class QuantizedCheckpoint(SafetensorsCheckpoint):
 
     @cached_property
     def beside_weights(self) -> list[str]:
-        """Stored tensors of no weight: scales of activations and caches, which only inference uses."""
+        """Stored tensors of no weight: scales of activations and caches, and biases that the model does not have."""
         of_weights = {entry.name for packed in self.packed.values() for entry in packed.sources}
         return [
             name for name in self.stored.entries if name in self._search_result.claimed - of_weights
@@ -163,7 +176,14 @@ class QuantizedCheckpoint(SafetensorsCheckpoint):
             raise UserError(first_problems(result.problems))
         if self.config.get("activation_scheme") != "dynamic":
             result.claimed |= {name for name in entries if name.endswith(INFERENCE_ENDS)}
+        result.claimed |= set(self._find_unread(self._zero_biases(result)))
         return result
+
+    def _zero_biases(self, result: SearchResult) -> list[str]:
+        """Return the biases of zero, which tools of GPTQ store for every layer, whether the model has one or not."""
+        biases = [name.removesuffix("weight") + "bias" for name in result.packed]
+        stored = [name for name in biases if name in self.stored.entries]
+        return [name for name in stored if not self.stored[name].any()]
 
     def __getitem__(self, name: str) -> Tensor:
         if name not in self.packed:

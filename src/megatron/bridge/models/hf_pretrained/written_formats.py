@@ -16,7 +16,7 @@ from megatron.bridge.models.hf_pretrained import quantization_formats as formats
 from megatron.bridge.models.hf_pretrained.quantization_formats import Format, Group, Scheme
 from megatron.bridge.models.hf_pretrained.quantized_tensors import QuantizedTensor, block_grid
 from megatron.bridge.models.hf_pretrained.safetensors_files import TensorEntry, dtype_name
-from megatron.bridge.utils.errors import UserError, did_you_mean
+from megatron.bridge.utils.errors import UserError
 
 Shape = tuple[int, ...]
 Parts = Mapping[str, tuple[torch.dtype, Shape]]  # role -> dtype and shape of a stored tensor
@@ -287,9 +287,7 @@ def written_format(name: str) -> WrittenFormat:
     """Return the format called ``name``."""
     if name not in WRITTEN_FORMATS:
         raise UserError(
-            f"quantize={name!r} is not a format{did_you_mean(name, WRITTEN_FORMATS) or ': '}"
-            f"{'; ' if did_you_mean(name, WRITTEN_FORMATS) else ''}use "
-            f"{', '.join(WRITTEN_FORMATS)}, or source"
+            f"quantize={name!r} is not one of {', '.join(WRITTEN_FORMATS)} or source: use one of them"
         )
     return WRITTEN_FORMATS[name]
 
