@@ -386,6 +386,31 @@ def test_scales_that_are_nan(tmp_path, make):
         opened(tmp_path, config, tensors)["m.weight"]
 
 
+@pytest.mark.parametrize("make", FORMATS.values(), ids=FORMATS)
+def test_values_that_were_trained_get_the_nearest_codes(tmp_path, make):
+    """The numbers of a format are found again, and others are within a step of its grid."""
+    config, tensors, values = make()
+    checkpoint = opened(tmp_path, config, tensors)
+    packed = checkpoint.packed["m.weight"]
+    full_tensor = values.float()
+    if "bitsandbytes" in config["quant_method"] and "load_in_4bit" in config:
+        with pytest.raises(UserError, match=r"m\.weight is stored in 4 bits of bitsandbytes"):
+            packed.encode(full_tensor, stored=checkpoint.stored)
+        return
+    assert packed.has_nearest_codes(checkpoint.stored, full_tensor)
+    assert not packed.has_nearest_codes(checkpoint.stored, full_tensor.flip(0))
+    torch.manual_seed(0)
+    trained = torch.randn(ROWS, COLUMNS)
+    parts = packed.encode(trained, stored=checkpoint.stored)
+    assert all(parts[name].dtype == tensors[name].dtype for name in parts)
+    assert all(parts[name].shape == tensors[name].shape for name in parts)
+    read = torch.empty(ROWS, COLUMNS)
+    packed.fill({**tensors, **parts}, (), read)
+    bits = 2 if config.get("bits") == 2 else 4
+    assert (read - trained).norm() <= {2: 0.6, 4: 0.2}[bits] * trained.norm()
+    assert packed.has_nearest_codes({**tensors, **parts}, trained)
+
+
 def test_two_methods_in_one_checkpoint(tmp_path):
     config, tensors, _ = int4_in_words()
     _, others, _ = gptq()

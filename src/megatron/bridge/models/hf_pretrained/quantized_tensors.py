@@ -472,10 +472,17 @@ class QuantizedTensor:
             largest: see ``ScaledNumbers.encode``.
             stored: see ``ScaledNumbers.encode``.
         """
+        if self.flat:
+            raise UserError(
+                f"tensor {self.sources[0].name} is stored in 4 bits of bitsandbytes, in which trained values are not "
+                "written: export in full, or name another format"
+            )
         return self.parts.encode(self._as_stored(full_tensor), largest, stored)
 
     def has_nearest_codes(self, stored: Stored, full_tensor: Tensor) -> bool:
         """Return whether the stored codes are nearest to ``full_tensor``, given the stored scales."""
+        if self.flat:
+            return False
         matrices = full_tensor if len(self.shape) > 2 else full_tensor[None]
         for index, one in enumerate(matrices):
             matrix = index if len(self.shape) > 2 else None
@@ -489,8 +496,6 @@ class QuantizedTensor:
 
     def _as_stored(self, matrix: Tensor) -> Tensor:
         numbers = matrix.detach().cpu()
-        if self.flat:
-            return numbers.reshape(1, -1)
         return numbers.t() if self.transposed else numbers
 
 
