@@ -345,7 +345,7 @@ def test_experts_of_gpt_oss(tmp_path):
     bridge.save_hf_pretrained(chunks, tmp_path / "same", show_progress=False, quantize="source")
     for name in ("model.safetensors", "config.json"):
         assert (tmp_path / "same" / name).read_bytes() == (tmp_path / "out" / name).read_bytes()
-    for name in ("int8", "nvfp4"):
+    for name in ("fp8-block", "int8", "nvfp4"):
         with pytest.raises(UserError, match=r"experts.*holds all experts.*keep-high"):
             bridge.save_hf_pretrained(chunks, tmp_path / name, quantize=name)
 

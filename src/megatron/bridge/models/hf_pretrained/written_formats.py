@@ -49,7 +49,7 @@ class WrittenFormat:
 
 
 def _fp8_block_parts(shape: Shape, size: int, _: torch.dtype) -> Parts:
-    grid = (*shape[:-2], *block_grid(shape[-2:], (size, size)))
+    grid = block_grid(shape, (size, size))
     return {"codes": (torch.float8_e4m3fn, shape), "scale": (torch.float32, grid)}
 
 
@@ -173,7 +173,6 @@ WRITTEN_FORMATS: dict[str, WrittenFormat] = {
         parts=_fp8_block_parts,
         config=_fp8_config,
         group_size=128,
-        stacked_as=formats.SCALED_PARAMETERS,
     ),
     "fp8-tensor": WrittenFormat(
         "8-bit floats, one scale (compressed-tensors float-quantized)",
@@ -314,9 +313,9 @@ def outline(
         group_size: how many neighbors share a scale.
     """
     read_as = row.read_as if len(shape) == 2 else row.stacked_as
-    if read_as is None or (len(shape) == 3 and not name.endswith(read_as.plain)):
+    if read_as is None:
         raise UserError(
-            f"{name} holds all experts, which no reader takes in this format: use quantize='fp8-block', or keep it in "
+            f"{name} holds all experts, which is written quantized only for gpt-oss with quantize='mxfp4': keep it in "
             f"full with --keep-high '{name}'"
         )
     divisor = row.divisor or group_size
