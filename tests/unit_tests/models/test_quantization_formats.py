@@ -411,6 +411,16 @@ def test_values_that_were_trained_get_the_nearest_codes(tmp_path, make):
     assert packed.has_nearest_codes({**tensors, **parts}, trained)
 
 
+@pytest.mark.parametrize("make", [gptq, int4_in_words])
+@pytest.mark.parametrize("group", [-1, 4])
+def test_groups_without_a_scale(tmp_path, make, group):
+    config, tensors, _ = make(with_index=True)
+    name = next(name for name in tensors if name.endswith("g_idx"))
+    tensors[name][3] = group
+    with pytest.raises(UserError, match=rf"{name} in model-.* has groups outside 0 to 3"):
+        opened(tmp_path, config, tensors)["m.weight"]
+
+
 def test_two_methods_in_one_checkpoint(tmp_path):
     config, tensors, _ = int4_in_words()
     _, others, _ = gptq()

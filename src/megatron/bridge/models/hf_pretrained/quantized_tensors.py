@@ -284,6 +284,12 @@ class ScaledNumbers:
         axis = 0 if direction == "rows" else 1
         if self.groups is not None and self.groups_of == direction:
             group_of = stored[self.groups.name][_slice_of(indices)].long()
+            count = self.scale.shape[axis]
+            if int(group_of.min()) < 0 or int(group_of.max()) >= count:
+                raise UserError(
+                    f"tensor {self.groups.name} in {self.groups.file.name} has groups outside 0 to {count - 1}, for "
+                    "which there are scales: download the checkpoint again"
+                )
             return _Blocks.of_each(group_of)
         return _Blocks.of_neighbors(indices, self.block[axis], self.scale.shape[axis])
 
