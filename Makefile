@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 # Every target sets up .venv first if it is missing or out of date. `make` alone lists the targets.
 .DEFAULT_GOAL := help
-.PHONY: help setup launch-setup demo check lint unit functional test docs models vocabulary recipes recipe-configs parity examples figures rules pictures bench lock clean
+.PHONY: help setup launch-setup demo check lint unit functional test docs models formats vocabulary recipes recipe-configs parity examples figures rules pictures bench lock clean
 
 BIN := .venv/bin
 # pyright runs from its wheel; without this it asks a server whether a newer one exists.
@@ -50,6 +50,9 @@ docs: setup  ## build the documentation into site/, strictly
 
 models: setup  ## write the table of docs/models.md from the registry
 	$(BIN)/python -m scripts.docs.supported_models
+
+formats: setup  ## write the table of quantized formats into docs/low-precision.md
+	$(BIN)/python -m scripts.docs.written_formats
 
 vocabulary: setup  ## write the tables of blocks, fields and settings into docs/adding-a-family.md
 	$(BIN)/python -m scripts.docs.vocabulary

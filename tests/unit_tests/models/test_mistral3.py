@@ -175,8 +175,8 @@ def put(key, value, config):
             "model_type='llama' is not supp",
         ),
         (
-            partial(put, "quantization_config", {"quant_method": "awq"}),
-            "quant_method='awq' is not supported",
+            partial(put, "quantization_config", {"quant_method": "hqq"}),
+            "quant_method='hqq' is not supported",
         ),
     ],
 )

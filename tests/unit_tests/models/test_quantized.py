@@ -8,11 +8,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from megatron.bridge import AutoBridge
-from megatron.bridge.models.hf_pretrained.quantized_checkpoint import (
-    check,
-    open_checkpoint,
-    without_quantization,
-)
+from megatron.bridge.models.hf_pretrained.quantization_configs import check, without_quantization
+from megatron.bridge.models.hf_pretrained.quantized_checkpoint import open_checkpoint
 from megatron.bridge.utils.errors import UserError
 from tests.quantize import (
     fp8_config,
@@ -170,8 +167,8 @@ def test_scales_by_block_where_one_is_declared(tmp_path):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda t: t.pop("e_scales"), r"tensor e_scales is missing"),
-        (lambda t: t.pop("e_blocks"), r"tensor e_blocks is missing"),
+        (lambda t: t.pop("e_scales"), r"e_blocks is uint8, but its scale e_scales is missing"),
+        (lambda t: t.pop("e_blocks"), r"e_scales scales e_blocks, which is not in the checkpoint"),
         (
             lambda t: t.update({"e": torch.ones(1)}),
             r"tensor e is in the checkpoint both in full and as",
@@ -193,8 +190,7 @@ def test_wrong_mxfp4_parts_are_named(tmp_path, change, message):
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        ({"quant_method": "awq", "bits": 4}, "quant_method='awq'.*fp8 or mxfp4.*convert"),
-        ({"quant_method": "compressed-tensors"}, "quant_method='compressed-tensors'"),
+        ({"quant_method": "hqq", "bits": 4}, "quant_method='hqq'.*fp8.*mxfp4.*awq.*convert"),
         ({"load_in_4bit": True}, "quant_method=None"),
         (fp8_config([128, 128], fmt="e5m2"), "quantization_config.fmt='e5m2'"),
         (fp8_config([128, 128], expert_dtype="fp4"), "expert_dtype='fp4'"),

@@ -79,6 +79,28 @@ def add_arguments(parser: Parser) -> None:
         ),
     )
     parser.add_argument(
+        "--quantize",
+        metavar="FORMAT",
+        help=(
+            "write matrices of attention, MLPs and experts as fp8-block, fp8-tensor, mxfp8, mxfp4, "
+            "nvfp4, int4, int4-awq or int8; source: what was not trained bitwise as --hf-model "
+            "stores it, the rest in its format (default: weights in full)"
+        ),
+    )
+    parser.add_argument(
+        "--group-size",
+        type=int,
+        metavar="N",
+        help="with --quantize fp8-block, int4 or int4-awq: neighbors that share a scale (128)",
+    )
+    parser.add_argument(
+        "--keep-high",
+        nargs="+",
+        default=[],
+        metavar="PATTERN",
+        help="with --quantize: Hugging Face names that stay in full, such as '*.0.mlp.*'",
+    )
+    parser.add_argument(
         "--overwrite",
         action="store_true",
         help="replace the weights that an earlier export wrote to --hf-path",
@@ -137,5 +159,8 @@ def _export(args: argparse.Namespace, hf_model: str) -> int:
         mp_overrides=model_options.parallel_sizes(args),
         overwrite=args.overwrite,
         weight_dtype=args.dtype,
+        quantize=args.quantize,
+        group_size=args.group_size,
+        keep_high=args.keep_high,
     )
     return 0

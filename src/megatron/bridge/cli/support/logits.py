@@ -85,16 +85,34 @@ def judged(
 
 
 @contextmanager
-def _without_adapter(directory: Path) -> Iterator[Path]:
-    """Yield a folder with the model alone: transformers would apply an adapter that is there, too."""
-    if not (directory / "adapter_config.json").exists():
+def _readable_folder(pretrained: Any) -> Iterator[Path]:
+    """Yield a folder that transformers reads as the model alone.
+
+    It would apply an adapter that is there, too. Of quantized weights, it reads few without a GPU or another library,
+    and none in float32, so they are written in full.
+    """
+    from megatron.bridge.models.hf_pretrained.quantized_checkpoint import (
+        QuantizedCheckpoint,
+        write_in_full,
+    )
+
+    directory: Path = pretrained.state.directory
+    has_adapter = (directory / "adapter_config.json").exists()
+    is_quantized = isinstance(pretrained.state, QuantizedCheckpoint)
+    if not has_adapter and not is_quantized:
         yield directory
         return
     with tempfile.TemporaryDirectory() as name:
-        for path in directory.iterdir():
-            if not path.name.startswith("adapter_"):
-                (Path(name) / path.name).symlink_to(path.resolve())
-        yield Path(name)
+        folder = Path(name)
+        if is_quantized:
+            pretrained.save_artifacts(folder)
+            write_in_full(pretrained.state, folder)
+        else:
+            for path in directory.iterdir():
+                (folder / path.name).symlink_to(path.resolve())
+        for path in folder.glob("adapter_*"):
+            path.unlink()
+        yield folder
 
 
 def reference_activations(
@@ -115,7 +133,7 @@ def reference_activations(
         if hasattr(pretrained.config, "vision_config")
         else AutoModelForCausalLM
     )
-    with _without_adapter(pretrained.state.directory) as directory:
+    with _readable_folder(pretrained) as directory:
         hf = kind.from_pretrained(
             directory,
             dtype=dtype or pretrained.config.dtype or torch.float32,

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """``AutoBridge`` converts a Hugging Face model to a Megatron model and back."""
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any, cast
@@ -29,6 +29,7 @@ from megatron.bridge.models.conversion.engine import (
 from megatron.bridge.models.conversion.engine.buckets import BUCKET_BYTES
 from megatron.bridge.models.conversion.engine.export import SaveOptions
 from megatron.bridge.models.conversion.engine.plan import ConversionPlan, WeightConversionTask
+from megatron.bridge.models.conversion.engine.quantize import Quantization
 from megatron.bridge.models.conversion.model_bridge import (
     HFWeightTriple,
     HFWeightTuple,
@@ -236,6 +237,49 @@ class AutoBridge(BridgedCheckpoint, AdapterCalls):
             named = HFWeightTuple(name, converted)
             yield HFWeightTriple(*named, task.global_param_name) if with_megatron_names else named
 
+    def export_hf_weights_quant(
+        self,
+        model: Chunks,
+        quantization_checker: Callable[[str], bool],
+        quant_fn: Callable[..., tuple[torch.Tensor, torch.Tensor]],
+        quant_block_size: tuple[int, int] | None = None,
+        cpu: bool = False,
+        show_progress: bool = True,
+        conversion_tasks: Iterable[WeightConversionTask] | None = None,
+        merge_adapter_weights: bool = False,
+    ) -> Iterator[HFWeightTuple]:
+        """Yield full Hugging Face tensors like ``export_hf_weights``, some of them quantized by the caller's function.
+
+        Args:
+            model: this rank's chunks.
+            quantization_checker: whether the tensors of a Megatron parameter, given by name, are quantized.
+            quant_fn: called with a full tensor and ``quant_block_size``; returns its codes and scales.
+            quant_block_size: passed to ``quant_fn``.
+            cpu: move each tensor to the CPU.
+            show_progress: show a progress bar on rank 0.
+            conversion_tasks: tasks from ``get_conversion_tasks`` to convert; None converts all.
+            merge_adapter_weights: merge adapters into the weights; False yields the weights of the base model.
+
+        Yields:
+            (param_name, weight), in the order of the model; the scales of a quantized tensor follow it, under its name
+            and ``_scale_inv``.
+        """
+        weights = self.export_hf_weights(
+            model,
+            show_progress=show_progress,
+            conversion_tasks=conversion_tasks,
+            merge_adapter_weights=merge_adapter_weights,
+            with_megatron_names=True,
+        )
+        for triple in weights:
+            name, weight, megatron_name = cast(HFWeightTriple, triple)
+            tensors = {name: weight}
+            if quantization_checker(megatron_name):
+                codes, scales = quant_fn(weight, quant_block_size)
+                tensors = {name: codes, f"{name}_scale_inv": scales}
+            for part, tensor in tensors.items():
+                yield HFWeightTuple(part, tensor.cpu() if cpu else tensor)
+
     def save_hf_pretrained(
         self,
         model: Chunks,
@@ -249,6 +293,9 @@ class AutoBridge(BridgedCheckpoint, AdapterCalls):
         save_every_n_ranks: int = 1,
         weight_dtype: torch.dtype | str | None = None,
         overwrite: bool = True,
+        quantize: str | None = None,
+        group_size: int | None = None,
+        keep_high: Sequence[str] = (),
     ) -> None:
         """Write a complete Hugging Face model, sharded like its source; the directory is published atomically.
 
@@ -268,10 +315,20 @@ class AutoBridge(BridgedCheckpoint, AdapterCalls):
             save_every_n_ranks: with ``distributed_save``, let only every n-th rank write.
             weight_dtype: dtype of floating-point tensors; None keeps the source's dtypes.
             overwrite: replace the weights that an earlier save wrote to ``path``; other weights are refused.
+            quantize: write matrices of attention, MLPs and experts in this format: ``fp8-block``, ``fp8-tensor``,
+                ``mxfp8``, ``mxfp4``, ``nvfp4``, ``int4``, ``int4-awq``, ``int8``; ``source`` writes what was not
+                trained bitwise as in a quantized source, and the rest in its format. None writes weights in full.
+            group_size: how many neighbors share a scale, for ``fp8-block``, ``int4`` and ``int4-awq``.
+            keep_high: patterns of Hugging Face names that stay in full.
 
         Raises:
             UserError: the directory cannot be written, the disk is full, or the tensors differ from the source's.
         """
+        quantization = Quantization.of_keywords(quantize, group_size, keep_high)
+        if quantization is not None and (distributed_save is False or save_every_n_ranks > 1):
+            raise UserError(
+                f"quantize={quantize!r} lets every rank write: leave out distributed_save=False and save_every_n_ranks"
+            )
         folder = Path(path)
         history = history or side_files.history_of(model, merge_adapter_weights)
         options = SaveOptions.of_keywords(
@@ -286,6 +343,7 @@ class AutoBridge(BridgedCheckpoint, AdapterCalls):
             history,
             merge_adapter_weights,
             overwrite=overwrite,
+            quantization=quantization,
         )
 
     def save_hf_weights(
@@ -402,6 +460,9 @@ class AutoBridge(BridgedCheckpoint, AdapterCalls):
         mp_overrides: Mapping[str, Any] | None = None,
         overwrite: bool = False,
         weight_dtype: torch.dtype | str | None = None,
+        quantize: str | None = None,
+        group_size: int | None = None,
+        keep_high: Sequence[str] = (),
     ) -> None:
         """Convert a Megatron checkpoint to a Hugging Face model; see ``save_hf_pretrained``.
 
@@ -416,7 +477,13 @@ class AutoBridge(BridgedCheckpoint, AdapterCalls):
             mp_overrides: parallel sizes; missing sizes come from the running process groups, or are 1.
             overwrite: replace the weights that an earlier save wrote to ``hf_path``.
             weight_dtype: dtype of floating-point tensors; None keeps the source's dtypes.
+            quantize: write matrices of attention, MLPs and experts in this format: ``fp8-block``, ``fp8-tensor``,
+                ``mxfp8``, ``mxfp4``, ``nvfp4``, ``int4``, ``int4-awq``, ``int8``; ``source`` writes what was not
+                trained bitwise as in a quantized source, and the rest in its format. None writes weights in full.
+            group_size: how many neighbors share a scale, for ``fp8-block``, ``int4`` and ``int4-awq``.
+            keep_high: patterns of Hugging Face names that stay in full.
         """
+        quantization = Quantization.of_keywords(quantize, group_size, keep_high)
         chunks, stored = streaming.stored_model(
             megatron_path, mp_overrides, self.to_megatron_provider
         )
@@ -434,6 +501,7 @@ class AutoBridge(BridgedCheckpoint, AdapterCalls):
             history,
             stored=stored,
             overwrite=overwrite,
+            quantization=quantization,
         )
 
     def export_stored_weights(

@@ -22,6 +22,7 @@ from megatron.bridge.models.conversion.engine import (
 )
 from megatron.bridge.models.conversion.engine.export import SaveOptions
 from megatron.bridge.models.conversion.engine.plan import ConversionPlan, build_plan
+from megatron.bridge.models.conversion.engine.quantize import Quantization
 from megatron.bridge.models.conversion.engine.streaming import StoredModel
 from megatron.bridge.models.conversion.mappings import patterns
 from megatron.bridge.models.conversion.model_bridge import (
@@ -130,9 +131,13 @@ class BridgedCheckpoint:
         merge: bool = False,
         stored: StoredModel | None = None,
         overwrite: bool = False,
+        quantization: Quantization | None = None,
     ) -> None:
         pretrained = PreTrainedCausalLM(source_path) if source_path else self.hf_pretrained
         source = self._export_source(model, source_path)
+        if quantization is not None:
+            model_type = getattr(self.hf_config, "model_type", None)
+            options = replace(options, quantizer=quantization.quantizer(source, model_type))
         if source is None and isinstance(pretrained, PreTrainedCausalLM):
             options = replace(options, declared=pretrained.declared_dtype)
         with side_files.published(path, overwrite) as staging:
@@ -140,10 +145,22 @@ class BridgedCheckpoint:
             described = self._as_in_source(
                 stored_provider.provider_of(model), source, options.strict
             )
-            about = (pretrained, staging, path.resolve().name, history, options.dtype)
-            on_first_rank(lambda: side_files.write(self._bridge, described, *about))
+            title = path.resolve().name
+            on_first_rank(
+                lambda: side_files.write(
+                    self._bridge,
+                    described,
+                    pretrained,
+                    staging,
+                    title,
+                    history,
+                    options.dtype,
+                    options.quantizer,
+                )
+            )
+        note = side_files.precision_note(pretrained, options.quantizer)
         if show_progress:
-            console.console().print(f"Hugging Face model: {path}{side_files.in_full(pretrained)}")
+            console.console().print(f"Hugging Face model: {path}{note}")
 
     def _note_rounding(self, chunks: Chunks, source_path: str | Path | None) -> None:
         """Say that weights of an fp32 run are rounded, if the source is in half precision."""

@@ -28,7 +28,7 @@ from megatron.bridge.models.conversion.engine.plan import WeightConversionTask
 from megatron.bridge.models.conversion.mapping_registry import MegatronMappingRegistry
 from megatron.bridge.models.gpt_provider import GPTModelProvider
 from megatron.bridge.models.hf_pretrained import transformers_reads
-from megatron.bridge.models.hf_pretrained.quantized_checkpoint import without_quantization
+from megatron.bridge.models.hf_pretrained.quantization_configs import without_quantization
 from megatron.bridge.models.hf_pretrained.safetensors_files import TensorEntry
 from megatron.bridge.utils.errors import UserError, misspelling, one_line, refuse
 

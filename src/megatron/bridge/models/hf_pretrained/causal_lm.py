@@ -12,7 +12,12 @@ from typing import Any, cast
 
 import torch
 
-from megatron.bridge.models.hf_pretrained import hub, quantized_checkpoint
+from megatron.bridge.models.hf_pretrained import (
+    hub,
+    quantization_configs,
+    quantized_checkpoint,
+    transformers_reads,
+)
 from megatron.bridge.models.hf_pretrained.model_folder import RECORD
 from megatron.bridge.models.hf_pretrained.own_configs import own_config
 from megatron.bridge.models.hf_pretrained.safetensors_files import SafetensorsCheckpoint
@@ -126,6 +131,16 @@ class PreTrainedCausalLM:
 
     @cached_property
     def config(self) -> Any:
+        config = self._parsed_config
+        if self.dtype is not None:
+            config.dtype = self.dtype
+        elif config.dtype is None:
+            config.dtype = self._stored_dtype()
+        return config
+
+    @cached_property
+    def _parsed_config(self) -> Any:
+        """The config as transformers reads the file."""
         import transformers
         from huggingface_hub.errors import StrictDataclassError
 
@@ -151,10 +166,6 @@ class PreTrainedCausalLM:
             raise UserError(
                 f"transformers refuses {self.directory / 'config.json'}: {reason}"
             ) from error
-        if self.dtype is not None:
-            config.dtype = self.dtype
-        elif config.dtype is None:
-            config.dtype = self._stored_dtype()
         return config
 
     @cached_property
@@ -169,8 +180,22 @@ class PreTrainedCausalLM:
         """The weights in full, as lazy views; quantized ones are dequantized when they are read."""
         directory = hub.resolve(self.model_name_or_path, weights=True, **self._hub)
         return quantized_checkpoint.open_checkpoint(
-            directory, self.raw_config, self.declared_dtype, self.strip_prefix
+            directory,
+            self.raw_config,
+            self.declared_dtype,
+            self.strip_prefix,
+            lambda names: transformers_reads.unread_tensors(self._parsed_config.to_dict(), names),
         )
+
+    @property
+    def quantization(self) -> Mapping[str, Any] | None:
+        """What the model's files say about quantized weights; None if they are in full."""
+        return quantization_configs.quantization_of(self.raw_config, self.directory)
+
+    def quantization_files(self) -> list[Path]:
+        """Files besides ``config.json`` that describe the quantization of the weights."""
+        paths = (self.directory / name for name in quantization_configs.CONFIG_FILES)
+        return [path for path in paths if path.is_file()]
 
     def refuse_adapter(self) -> None:
         """Refuse weights next to an adapter, which transformers would apply, unless it is left out on purpose."""
@@ -198,14 +223,16 @@ class PreTrainedCausalLM:
     def side_files(self) -> Iterator[Path]:
         """Paths, relative to ``directory``, of what belongs to the model: tokenizer, chat template, licence, ...
 
-        Weights and the files of training runs are left out.
+        Weights, what describes their quantization, and the files of training runs are left out.
         """
         for folder, folders, files in os.walk(self.directory):
             folders[:] = sorted(name for name in folders if not name.startswith("."))
             for path in (Path(folder, name).relative_to(self.directory) for name in sorted(files)):
                 is_weight = any(fnmatch(path.name, pattern) for pattern in hub.WEIGHT_PATTERNS)
                 of_a_run = any(fnmatch(str(path), pattern) for pattern in hub.RUN_PATTERNS)
-                if path.name != RECORD and not is_weight and not of_a_run:
+                # readers take these files for the truth about the weights, which are written in full
+                of_quantization = path.name in quantization_configs.CONFIG_FILES
+                if path.name != RECORD and not is_weight and not of_a_run and not of_quantization:
                     yield path
 
     @property
@@ -224,7 +251,7 @@ class PreTrainedCausalLM:
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
             with atomic.published_file(folder / name) as aside:
                 shutil.copyfile(self.directory / name, aside)
-        config = quantized_checkpoint.without_quantization(self.raw_config)
+        config = quantization_configs.without_quantization(self.raw_config)
         if config != self.raw_config:
             atomic.write_text(
                 folder / "config.json", json.dumps(config, indent=2, sort_keys=True) + "\n"

@@ -3,13 +3,14 @@
 
 import hashlib
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 
 import torch
 from torch import Tensor
 
 from megatron.bridge.models.conversion.check.compare_logits import LogitComparison
 from megatron.bridge.models.conversion.model_bridge import HFWeightTuple
+from megatron.bridge.models.hf_pretrained.quantized_checkpoint import QuantizedCheckpoint
 from megatron.bridge.models.hf_pretrained.safetensors_files import SafetensorsCheckpoint, dtype_name
 from megatron.bridge.models.hf_pretrained.safetensors_writer import not_finite
 
@@ -21,6 +22,8 @@ class TensorProof:
     sha256: str  # hash of the checkpoint's bytes
     equal: bool  # whether the model's values, in that dtype, have the same bytes
     not_finite: int = 0  # number of values that are NaN or infinite
+    # whether the checkpoint has other values because it holds the nearest ones that its stored scales allow
+    quantized: bool = False
 
 
 @dataclass(frozen=True)
@@ -36,7 +39,15 @@ class Certificate:
 
     @property
     def different(self) -> list[str]:
-        return [name for name, proof in self.tensors.items() if not proof.equal]
+        """Tensors that neither are equal nor hold the model's values rounded to nearest."""
+        return [
+            name for name, proof in self.tensors.items() if not proof.equal and not proof.quantized
+        ]
+
+    @property
+    def quantized(self) -> list[str]:
+        """Tensors that hold the model's values rounded to nearest."""
+        return [name for name, proof in self.tensors.items() if proof.quantized]
 
     @property
     def not_finite(self) -> list[str]:
@@ -45,7 +56,7 @@ class Certificate:
 
     @property
     def holds(self) -> bool:
-        """Whether all values are finite and everything that was compared is equal."""
+        """Whether all values are finite and everything that was compared is equal, or quantized from the model."""
         agree = self.logits is None or self.logits.relative <= self.tolerance
         return agree and not self.different and not self.missing and not self.not_finite
 
@@ -57,10 +68,13 @@ def prove(
     weights: Iterable[HFWeightTuple], source: SafetensorsCheckpoint
 ) -> tuple[dict[str, TensorProof], tuple[str, ...]]:
     """Compare exported tensors with the checkpoint; return proofs by name, and names that were not exported."""
-    proofs = {
-        name: _compare_tensors(weight, source[name])
-        for name, weight in _known_weights(weights, source)
-    }
+    proofs: dict[str, TensorProof] = {}
+    for name, weight in _known_weights(weights, source):
+        proof = _compare_tensors(weight, source[name])
+        if not proof.equal and isinstance(source, QuantizedCheckpoint) and name in source.packed:
+            is_nearest = source.packed[name].has_nearest_codes(source.stored, weight)
+            proof = replace(proof, quantized=is_nearest)
+        proofs[name] = proof
     return proofs, tuple(name for name in source if name not in proofs)
 
 

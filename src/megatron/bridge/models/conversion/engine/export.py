@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 from megatron.bridge.checkpoint.collective import on_every_rank, on_first_rank, out_of_space
 from megatron.bridge.models.conversion.engine import buckets, exchange
 from megatron.bridge.models.conversion.engine.plan import ConversionPlan, WeightConversionTask
+from megatron.bridge.models.conversion.engine.quantize import AsSource, Quantizer
 from megatron.bridge.models.conversion.model_bridge import MegatronModelBridge
 from megatron.bridge.models.conversion.param_mapping import ShardSpec
 from megatron.bridge.models.hf_pretrained import model_folder, safetensors_writer
@@ -38,6 +39,7 @@ class SaveOptions:
     writers: tuple[int, ...] | None = None
     declared: torch.dtype | None = None  # dtype in the config, for an export without a source
     folder: Path | None = None  # final folder of the files, in which their names must be unused
+    quantizer: Quantizer | None = None  # stores some tensors quantized; None writes all in full
 
     @classmethod
     def of_keywords(
@@ -79,13 +81,23 @@ def save(
     is_writer = options.writers is None or distributed.rank() in options.writers
     with Writer(directory, layouts if is_writer else ()) as writer:
         if options.writers is None:
-            error = _write_all(bridge, plan, plan.tasks if tasks is None else tasks, writer, source)
+            given = plan.tasks if tasks is None else tasks
+            error = _write_all(bridge, plan, given, writer, source, options.quantizer)
         else:
             error = _write_in_turn(bridge, plan, tasks, writer, source, options.writers)
         on_every_rank(lambda: _raise_error(error, directory))
-        if any(_is_computed(bridge, task) for task in plan.tasks):
+        is_computed = any(_is_computed(bridge, task) for task in plan.tasks)
+        if is_computed or options.quantizer is not None:
             _refuse_unwritten(layouts, writer)
-    on_first_rank(lambda: safetensors_writer.write_index(directory, layouts, source))
+    imitated = _imitated_files(source, options)
+    on_first_rank(lambda: safetensors_writer.write_index(directory, layouts, imitated))
+
+
+def _imitated_files(
+    source: SafetensorsCheckpoint | None, options: SaveOptions
+) -> SafetensorsCheckpoint | None:
+    """Return the checkpoint whose files an export imitates."""
+    return options.quantizer.stored if isinstance(options.quantizer, AsSource) else source
 
 
 def check(
@@ -110,9 +122,10 @@ def _output_layouts(
     for task in plan.tasks:
         exported |= {} if task.is_copy else _tensor_specs(task, stored, _is_computed(bridge, task))
     if source is None:
-        return safetensors_writer.new_output_files(
-            _as_declared(_in_dtype(exported, options.dtype), options)
-        )
+        specs = _as_declared(_in_dtype(exported, options.dtype), options)
+        if options.quantizer is not None:
+            specs = options.quantizer.layout(plan, specs)
+        return safetensors_writer.new_output_files(specs)
     exported |= {name: stored[name] for name in plan.buffers if name in stored}
     exported |= {name: exported[same] for name, same in plan.ties.items() if same in exported}
     wrong = sorted((exported.keys() ^ stored.keys()) - plan.heads - plan.replaced)
@@ -121,7 +134,13 @@ def _output_layouts(
             f"the export would differ from its source in {len(wrong)} tensors, such as {wrong[0]}: "
             "pass the right source, or strict=False"
         )
-    return safetensors_writer.output_files_like(source, _in_dtype(exported, options.dtype))
+    specs = _in_dtype(exported, options.dtype)
+    if options.quantizer is None:
+        return safetensors_writer.output_files_like(source, specs)
+    specs = options.quantizer.layout(plan, specs)
+    if isinstance(options.quantizer, AsSource):
+        return safetensors_writer.output_files_like(options.quantizer.stored, specs)
+    return safetensors_writer.new_output_files(specs)
 
 
 def _is_computed(bridge: MegatronModelBridge, task: WeightConversionTask) -> bool:
@@ -201,6 +220,7 @@ def _write_all(
     tasks: Iterable[WeightConversionTask],
     writer: Writer,
     source: SafetensorsCheckpoint | None,
+    quantizer: Quantizer | None = None,
 ) -> BaseException | None:
     """Write this rank's share; return an error instead of raising it: other ranks wait for this rank's shards."""
     free_slots = threading.Semaphore(_IN_FLIGHT)
@@ -227,15 +247,26 @@ def _write_all(
                 if (
                     here
                     and not task.is_copy
-                    and (parts := _gather_share(bridge, task, index, source)) is not None
+                    and (parts := _gather_share(bridge, task, index, source, quantizer)) is not None
                 ):
-                    submit(_write_parts, task, parts, writer, plan.ties)
+                    submit(_write_parts, task, parts, writer, plan.ties, quantizer)
         except UserError as error:  # tasks that read a checkpoint may fail
             errors.append(error)
-        if source is not None and distributed.rank() == 0:
-            for name in plan.buffers:
-                submit(writer.write, name, 0, source[name])
+        for name, tensor in _copied_tensors(plan, source, quantizer):
+            submit(writer.write, name, 0, tensor)
     return errors[0] if errors else None
+
+
+def _copied_tensors(
+    plan: ConversionPlan, source: SafetensorsCheckpoint | None, quantizer: Quantizer | None
+) -> Iterator[tuple[str, Tensor]]:
+    """Yield the tensors that the first rank copies from the source."""
+    if distributed.rank() != 0:
+        return
+    if source is not None:
+        yield from ((name, source[name]) for name in plan.buffers)
+    if quantizer is not None:
+        yield from quantizer.copied().items()
 
 
 def _with_gathered_parameter(task: WeightConversionTask) -> WeightConversionTask:
@@ -255,17 +286,24 @@ def _gather_share(
     task: WeightConversionTask,
     index: int,
     source: Mapping[str, Tensor] | None,
+    quantizer: Quantizer | None = None,
 ) -> Parts | None:
-    """Return what this rank writes of a task: its own rows, or in its turn the full tensors; otherwise None."""
+    """Return what this rank writes of a task: its own rows, or in its turn the full tensors; otherwise None.
+
+    Tensors that are quantized are always full: their scales depend on rows of other ranks.
+    """
     group = exchange.shard_group(task.global_param_name)
     rank, size = exchange.rank_and_size(group)
     receiver = index % size
     if not _is_computed(bridge, task):
         local_shard = cast(Tensor, task.exported)
         parts = task.shard.parts
-        if parts > 1 and _in_rows(task):
+        is_quantized = quantizer is not None and quantizer.covers(task)
+        if parts > 1 and _in_rows(task) and not is_quantized:
             return [(task.shard.part, local_shard)]
         shards = exchange.start_gather(local_shard, group, parts, receiver).wait()
+        if shards is not None and is_quantized:
+            return task.mapping.join(task.shard, shards)
         return None if shards is None else list(enumerate(shards))
     full_tensors = task.mapping.megatron_to_hf(task.exported, cast(nn.Module, task.megatron_module))
     if bridge.computes_on_export:
@@ -274,9 +312,15 @@ def _gather_share(
 
 
 def _write_parts(
-    task: WeightConversionTask, parts: Parts, writer: Writer, ties: Mapping[str, str]
+    task: WeightConversionTask,
+    parts: Parts,
+    writer: Writer,
+    ties: Mapping[str, str],
+    quantizer: Quantizer | None = None,
 ) -> None:
     if isinstance(parts, dict):
+        if quantizer is not None:
+            parts = quantizer.encode(task, parts)
         for name, weight in parts.items():
             _check_place(writer, name, tuple(weight.shape), task.mapping.expert)
     for name, start, rows in _written_rows(task, parts):

@@ -16,10 +16,16 @@ from megatron.bridge.checkpoint.collective import on_first_rank
 from megatron.bridge.checkpoint.lazy_planner import LazySavePlanner
 from megatron.bridge.models.chunk_info import chunk_info
 from megatron.bridge.models.conversion.engine import stored_provider
+from megatron.bridge.models.conversion.engine.quantize import AsSource, Quantizer, ToFormat
 from megatron.bridge.models.conversion.model_bridge import MegatronModelBridge, as_dict
-from megatron.bridge.models.hf_pretrained import PreTrainedCausalLM, model_card, model_folder
+from megatron.bridge.models.hf_pretrained import (
+    PreTrainedCausalLM,
+    model_card,
+    model_folder,
+    quantization_configs,
+)
 from megatron.bridge.models.hf_pretrained.model_card import History
-from megatron.bridge.models.hf_pretrained.quantized_checkpoint import without_quantization
+from megatron.bridge.models.hf_pretrained.quantization_configs import without_quantization
 from megatron.bridge.models.hf_pretrained.safetensors_files import dtype_name
 from megatron.bridge.utils import distributed, storage
 from megatron.bridge.utils.config.serialize import to_plain
@@ -55,8 +61,20 @@ def write(
     title: str,
     history: History,
     dtype: torch.dtype | None = None,
+    quantizer: Quantizer | None = None,
 ) -> None:
-    """Write all files except weights for a declared ``provider``; ``dtype`` None means the source's."""
+    """Write all files except weights.
+
+    Args:
+        bridge: the architecture's bridge.
+        provider: the declared provider of the model.
+        source: the Hugging Face model that the export imitates, or its config.
+        directory: where to write.
+        title: name of the model for its card.
+        history: facts for the card.
+        dtype: dtype of the written weights; None means the source's.
+        quantizer: what has quantized weights; None if all are in full.
+    """
     for file in history.run_files:
         shutil.copyfile(file, directory / file.name)
     stored = {} if dtype is None else {"dtype": dtype_name(dtype)}
@@ -64,22 +82,31 @@ def write(
         plain = {**without_quantization(as_dict(source)), **stored}
         if bridge.changed_config(provider, plain):
             plain = bridge.config_of(provider, plain)
+        if isinstance(quantizer, ToFormat):
+            plain[quantization_configs.KEY] = quantizer.config
         cast(Any, type(source)).from_dict(plain).save_pretrained(directory)
         (directory / model_card.NAME).write_text(model_card.compose(title, None, None, history))
         return
     for name in source.side_files():
         (directory / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(source.directory / name, directory / name)
-    if any(name in history.image_limits for name in _IMAGE_LIMITS):
-        _write_limits(directory, history.image_limits)
-    if frames := {
-        name: history.image_limits[name] for name in _VIDEO_LIMITS if name in history.image_limits
-    }:
-        _write_frames(directory, frames)
+    _write_media_limits(directory, history.image_limits)
     if history.chat_template is not None:
         write_chat_template(directory, history.chat_template)
-    _write_config(bridge, provider, source, directory, stored)
+    if isinstance(quantizer, AsSource):
+        for path in source.quantization_files():
+            shutil.copyfile(path, directory / path.name)
+    _write_config(bridge, provider, source, directory, stored, quantizer)
     _write_card(source, directory / model_card.NAME, title, history)
+
+
+def _write_media_limits(directory: Path, limits: Mapping[str, float]) -> None:
+    """Write a run's limits of images and videos for the processor."""
+    if any(name in limits for name in _IMAGE_LIMITS):
+        _write_limits(directory, limits)
+    frames = {name: limits[name] for name in _VIDEO_LIMITS if name in limits}
+    if frames:
+        _write_frames(directory, frames)
 
 
 def _write_config(
@@ -88,6 +115,7 @@ def _write_config(
     source: PreTrainedCausalLM,
     directory: Path,
     stored: dict[str, Any],
+    quantizer: Quantizer | None,
 ) -> None:
     """Write the source's config, updated with the values that the model changed."""
     changed = bridge.changed_config(provider, as_dict(source.config))
@@ -95,7 +123,11 @@ def _write_config(
         "dtype", None
     )  # the files keep the source's dtypes unless the caller asks for another
     changed |= stored
-    config = without_quantization({**source.raw_config, **changed})
+    config = {**source.raw_config, **changed}
+    if not isinstance(quantizer, AsSource):
+        config = without_quantization(config)
+    if isinstance(quantizer, ToFormat):
+        config[quantization_configs.KEY] = quantizer.config
     for name in changed:
         for old in _REPLACED.get(name, ()):
             config.pop(old, None)
@@ -242,13 +274,13 @@ def published(path: Path, overwrite: bool = True) -> Generator[Path]:
         raise
 
 
-def in_full(source: Any) -> str:
-    """Return a note for an exported model whose source is quantized."""
-    quantization = (
-        source.raw_config.get("quantization_config")
-        if isinstance(source, PreTrainedCausalLM)
-        else None
-    )
+def precision_note(source: Any, quantizer: Quantizer | None) -> str:
+    """Return a note for an exported model that is quantized, or whose source is; all ranks must call this."""
+    if quantizer is not None:
+        return quantizer.summary()
+    if not isinstance(source, PreTrainedCausalLM):
+        return ""
+    quantization = source.quantization
     if quantization is None:
         return ""
     return f" (unquantized, although its source is stored in {quantization['quant_method']})"
