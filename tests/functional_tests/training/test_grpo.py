@@ -265,7 +265,7 @@ class Evaluations(Callback):
 def held_out(root, folder, eval_iters, layout=None):
     """Greedy completions, so that random numbers do not matter."""
     watch = Evaluations()
-    settings = {"top_k": 1, "num_generations_eval": 1}
+    settings = {"top_k": 1} | ({"num_generations_eval": 1} if eval_iters else {})
     config = config_of(root, settings, layout=layout)
     config.dataset.dataset_root = str(folder)
     config.validation = ValidationConfig(eval_interval=2, eval_iters=eval_iters)

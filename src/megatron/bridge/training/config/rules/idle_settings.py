@@ -171,6 +171,7 @@ FEATURES = [
     ),
     Feature(Equals("grpo.advantage_estimator", "group"), settings=["grpo.scale_rewards"]),
     Feature(On("grpo.dynamic_sampling"), settings=["grpo.dynamic_sampling_rounds"]),
+    Feature(On("validation.eval_iters"), settings=["grpo.num_generations_eval"]),
     Feature(
         On("grpo.importance_sampling_correction"),
         settings=[
