@@ -164,6 +164,11 @@ def adapted_model(
     bridge = AutoBridge.from_hf_pretrained(
         base, trust_remote_code=trust_remote_code, adapter="none" if check else None
     )
+    return bridge, load_adapted(bridge, path, check)
+
+
+def load_adapted(bridge: AutoBridge, checkpoint: Path, check_base: bool = True) -> list[Any]:
+    """Build the base model of ``bridge`` with the adapters of a checkpoint; see ``load_adapters``."""
     model = bridge.to_megatron_model(wrap_with_ddp=False)
-    load_adapters(model, path, check)
-    return bridge, model
+    load_adapters(model, checkpoint, check_base)
+    return model
