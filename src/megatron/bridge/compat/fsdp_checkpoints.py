@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.nn.functional as F
 from megatron.core.distributed.fsdp.src.megatron_fsdp.uneven_dtensor import (
     preprocess_state_dict_for_uneven_dtensor,
@@ -13,6 +14,7 @@ from megatron.core.distributed.fsdp.src.megatron_fsdp.uneven_dtensor import (
 from megatron.core.transformer import fsdp_dtensor_checkpoint as core
 from megatron.core.utils import get_model_config
 from torch import distributed as dist
+from torch import nn
 from torch.distributed import checkpoint as dcp
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 
@@ -86,9 +88,9 @@ def load_fsdp_dtensor_checkpoint(
     folder = checkpoint_path_override
     if folder is None:
         folder = load_dir if iteration is None else paths.iteration_dir(load_dir, iteration)
-    found = (str(folder), release, "fsdp_dtensor")
+    location = (str(folder), release, "fsdp_dtensor")
     if rank0:
-        return {}, *found
+        return {}, *location
     if sharded_state_dict is None or CHUNKS not in sharded_state_dict:
         raise UserError(
             f"load_fsdp_dtensor_checkpoint needs sharded_state_dict with the chunks as {CHUNKS!r}: add "
@@ -104,13 +106,14 @@ def load_fsdp_dtensor_checkpoint(
     )
     # tensors were filled in place; plain values were not
     filled = {key: stored[key] for key in state if key not in (MODEL, OPTIMIZER)}
-    return {**state, **filled}, *found
+    return {**state, **filled}, *location
 
 
 def _storable(state: Mapping[str, Any], model: Any) -> dict[str, Any]:
     """Return the state with the names and parts that do not depend on the parallel layout."""
     storable = dict(state)
     weights = dict(storable[MODEL])
+    model = _named_as(model, weights)
     core.handle_fp8_extra_state_case(weights)
     config: Any = get_model_config(model)
     optimizer = storable.get(OPTIMIZER)
@@ -124,3 +127,23 @@ def _storable(state: Mapping[str, Any], model: Any) -> dict[str, Any]:
         storable[OPTIMIZER] = optimizer
     preprocess_state_dict_for_uneven_dtensor(storable)
     return storable
+
+
+def _named_as(model: nn.Module, weights: Mapping[str, Any]) -> nn.Module:
+    """Return ``model``, or a module around or inside it, whose ``module.NAME`` is the weight NAME.
+
+    Megatron-Core looks weights up by these names. How many wrappers a program leaves out differs.
+    """
+    name = next(key for key, value in weights.items() if isinstance(value, torch.Tensor))
+    around = nn.Module()
+    around.module = model
+    inside: Any = getattr(model, "module", model)
+    for candidate in (model, around, inside):
+        try:
+            candidate.get_parameter(f"module.{name}")
+        except AttributeError:
+            continue
+        return candidate
+    raise UserError(
+        f"the model has no weight {name} of the state: give the chunk whose state_dict_for_save_checkpoint() it is"
+    )

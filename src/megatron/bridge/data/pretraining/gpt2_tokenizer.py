@@ -20,13 +20,13 @@ def write_gpt2_tokenizer(vocab_file: Path, merge_file: Path, folder: Path) -> Pa
     Raises:
         UserError: a file is missing or has another format.
     """
-    from transformers import GPT2TokenizerFast
+    from transformers import GPT2Tokenizer
 
     for path in (vocab_file, merge_file):
         if not path.is_file():
             raise UserError(f"{path} is not a file: check --vocab-file and --merge-file")
     try:
-        tokenizer = GPT2TokenizerFast(
+        tokenizer = GPT2Tokenizer(
             vocab=str(vocab_file), merges=str(merge_file), eos_token=END_OF_TEXT
         )
     except Exception as error:  # of the Rust library, which has no classes of errors
