@@ -87,4 +87,6 @@ def test_two_runs_share_a_folder(two_workers, tmp_path):
         (leaf,) = found["FinalNorm"].values()
         assert leaf["forward"]["real_value"] > 0
         assert leaf["forward"]["real"].endswith("s")
-        assert (tmp_path / "torch_profiler" / "MLPDense" / f"rank_{rank}.json.gz").is_file()
+        assert (
+            tmp_path / "torch_profiler" / "MLPDense" / f"rank_{rank}.pt.trace.json.gz"
+        ).is_file()

@@ -26,7 +26,7 @@ def train(root, model):
     saved = CheckpointConfig(
         save=str(root / "run"),
         pretrained_checkpoint=str(root / "hf"),
-        also_hf=True,
+        also_save_hf_checkpoint=True,
         async_save=True,
     )
     values = {"model": model, "checkpoint": saved, "validation": ValidationConfig(eval_iters=0)}
@@ -71,7 +71,9 @@ def test_a_copy_ends_with_the_process_that_started_it(run_folder):
 def test_a_model_without_a_copy_is_refused_before_the_first_step(tmp_path):
     save_llama(tmp_path / "hf", num_hidden_layers=4, rope_theta=10000.0, rms_norm_eps=1e-5)
     settings = {"attention_output_gate": True}  # which no config of Llama can express
-    with pytest.raises(UserError, match=r"checkpoint\.also_hf=True .* attention_output_gate=True"):
+    with pytest.raises(
+        UserError, match=r"checkpoint\.also_save_hf_checkpoint=True .* attention_output_gate=True"
+    ):
         train(tmp_path, settings)
     assert not list((tmp_path / "run").glob("iter_*"))
 

@@ -80,7 +80,7 @@ def test_fine_tuning_writes_and_uses_its_template(model_dir, chats, template_fil
     names = model_dir / "tokenizer_config.json"
     names.write_text(json.dumps({**json.loads(names.read_text()), "chat_template": old}))
     run = tmp_path / "run"
-    tune(configured(model_dir, chats, run, template_file, also_hf=True))
+    tune(configured(model_dir, chats, run, template_file, also_save_hf_checkpoint=True))
     template_file.unlink()  # the checkpoint needs no file of the user
     assert_has_template(run / "hf_0000001")
     out = tmp_path / "out"

@@ -86,7 +86,7 @@ def test_merged_trace_holds_both_ranks(run, capsys):
     assert set(RANKS) <= set(names.values())
     assert len(set(names.values())) == len(names)
     for rank in (0, 1):
-        own = profiler_traces.read(run / "traces" / "steps_2-3" / f"rank_{rank}.json.gz")[
+        own = profiler_traces.read(run / "traces" / "steps_2-3" / f"rank_{rank}.pt.trace.json.gz")[
             "traceEvents"
         ]
         counts = Counter(names[event["pid"]] for event in events if event["ph"] != "M")
@@ -139,7 +139,7 @@ def test_ranks_can_be_aligned_at_the_barrier(run, tmp_path, capsys):
     folder = tmp_path / "steps_2-3"
     folder.mkdir()
     for rank in (0, 1):
-        trace = profiler_traces.read(run / "traces" / "steps_2-3" / f"rank_{rank}.json.gz")
+        trace = profiler_traces.read(run / "traces" / "steps_2-3" / f"rank_{rank}.pt.trace.json.gz")
         trace["baseTimeNanoseconds"] += rank * 3600 * 10**9
         trace[profiler_traces.METADATA_KEY]["met_ns"] += rank * 3600 * 10**9
         (folder / f"rank_{rank}.json").write_text(json.dumps(trace))
@@ -163,23 +163,25 @@ def test_one_rank_alone(two_workers, tmp_path, capsys):
 def test_traces_that_cannot_be_merged_are_named(run, tmp_path):
     (tmp_path / "traces").mkdir()
     source = run / "traces" / "steps_2-3"
-    with pytest.raises(UserError, match=r"has no traces \(rank_0.json.gz\): train with profiling"):
+    with pytest.raises(
+        UserError, match=r"has no traces \(rank_0.pt.trace.json.gz\): train with profiling"
+    ):
         profiler_traces.find_traces(tmp_path)
-    first, second = (tmp_path / "traces" / f"rank_{rank}.json.gz" for rank in (0, 1))
-    first.write_bytes((source / "rank_0.json.gz").read_bytes())
+    first, second = (tmp_path / "traces" / f"rank_{rank}.pt.trace.json.gz" for rank in (0, 1))
+    first.write_bytes((source / "rank_0.pt.trace.json.gz").read_bytes())
     target = tmp_path / "merged.json"
     with pytest.raises(UserError, match="no trace of rank 1, which was profiled"):
         profiler_traces.merge(profiler_traces.find_traces(tmp_path), target)
-    whole = (source / "rank_1.json.gz").read_bytes()
+    whole = (source / "rank_1.pt.trace.json.gz").read_bytes()
     for damaged in (whole[: len(whole) // 2], gzip.compress(b'{"traceEvents": []}'), b"x"):
         second.write_bytes(damaged)
-        with pytest.raises(UserError, match=r"rank_1.json.gz is not a complete trace"):
+        with pytest.raises(UserError, match=r"rank_1.pt.trace.json.gz is not a complete trace"):
             profiler_traces.merge(profiler_traces.find_traces(tmp_path), target)
     second.write_bytes(first.read_bytes())
-    with pytest.raises(UserError, match=r"rank_1.json.gz is the trace of rank 0"):
+    with pytest.raises(UserError, match=r"rank_1.pt.trace.json.gz is the trace of rank 0"):
         profiler_traces.merge(profiler_traces.find_traces(tmp_path), target)
     assert [entry.name for entry in tmp_path.iterdir()] == ["traces"]
     (tmp_path / "more").mkdir()
-    (tmp_path / "more" / "rank_0.json.gz").write_bytes(whole)
+    (tmp_path / "more" / "rank_0.pt.trace.json.gz").write_bytes(whole)
     with pytest.raises(UserError, match="several sets of traces: give one of"):
         profiler_traces.find_traces(tmp_path)

@@ -228,6 +228,23 @@ def test_tracker_is_seeded_as_torch_if_nobody_has_seeded_it():
     assert torch.equal(torch.rand(1), drawn(9, 1))
 
 
+@pytest.mark.usefixtures("one_rank")
+def test_tracker_without_any_seed_is_refused():
+    """The seed of such a process is random, so parameters that ranks replicate would differ."""
+    seed = torch.initial_seed()
+    tracker = tensor_parallel.get_cuda_rng_tracker()
+    tracker.reset()
+    torch.seed()
+    try:
+        with (
+            pytest.raises(KeyError, match=r"model-parallel-rng.*torch\.manual_seed"),
+            tracker.fork(),
+        ):
+            pass
+    finally:
+        torch.manual_seed(seed % 2**32)
+
+
 def test_torch_script_and_pickle_know_the_factories():
     def script(x: torch.Tensor) -> torch.Tensor:
         zeros = torch.zeros(3, device=x.device) + torch.zeros_like(x)
@@ -260,7 +277,7 @@ def test_tracker_restores_after_an_error():
     with pytest.raises(ZeroDivisionError), tracker.fork("one"):
         torch.rand(1 // 0)
     assert torch.equal(torch.rand(1), drawn(9, 1))
-    with pytest.raises(KeyError, match="seed model parallelism"), tracker.fork("three"):
+    with pytest.raises(KeyError, match=r"three.*torch\.manual_seed"), tracker.fork("three"):
         pass
 
 

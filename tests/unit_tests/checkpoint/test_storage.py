@@ -374,7 +374,10 @@ def test_a_run_works_on_the_local_folder_and_writes_the_url():
     [
         ({"save": "foo://bucket/run"}, ("checkpoint.save=foo://bucket/run", "s3://")),
         ({"save": "run", "load": "file:///run"}, ("checkpoint.load=file:///run", "a path")),
-        ({"save": RUN, "also_hf": True}, ("checkpoint.also_hf=True", RUN, "a disk")),
+        (
+            {"save": RUN, "also_save_hf_checkpoint": True},
+            ("checkpoint.also_save_hf_checkpoint=True", RUN, "a disk"),
+        ),
         (
             {"save": RUN, "async_save": True, "async_strategy": "nvrx"},
             ("async_strategy=nvrx", RUN, "a disk"),

@@ -318,9 +318,9 @@ def test_a_dry_run_plans_the_checkpoint_and_the_export(capsys):
     gate = "model.attention_output_gate=true"
     _, out = dry_run(capsys, *RECIPE, *given, gate)
     assert "# note: the checkpoints of this run cannot be exported to Hugging Face: " in out
-    _, out = dry_run(capsys, *RECIPE, *given, gate, "checkpoint.also_hf=true")
+    _, out = dry_run(capsys, *RECIPE, *given, gate, "checkpoint.also_save_hf_checkpoint=true")
     refusal = next(line for line in out.splitlines() if "the run would be refused: " in line)
-    assert "checkpoint.also_hf=True" in refusal
+    assert "checkpoint.also_save_hf_checkpoint=True" in refusal
     assert "attention_output_gate=True" in refusal
 
 

@@ -31,6 +31,11 @@ def test_every_family_has_examples():
     assert [page.parent.name for page in PAGES if not list(page.parent.glob("*.json"))] == []
 
 
+def test_the_list_of_examples_has_every_family():
+    listed = re.findall(r"\(models/(\w+)/README\.md\)", (ROOT / "examples/README.md").read_text())
+    assert listed == [page.parent.name for page in PAGES]
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.parent.name)
 def test_page_is_current(page):
     part, body = family_pages.generated(page)

@@ -78,12 +78,16 @@ VISION = {
 # rule: (what is set, number of processes, what the sentence says)
 CASES = {
     "settings_have_what_they_need": (
-        {"model.sequence_parallel": True, "checkpoint.also_hf": True, "peft": LoRA()},
+        {
+            "model.sequence_parallel": True,
+            "checkpoint.also_save_hf_checkpoint": True,
+            "peft": LoRA(),
+        },
         1,
         [
             f"model.sequence_parallel=True needs {TP} > 1: raise it",
-            "checkpoint.also_hf=True needs checkpoint.save: give",
-            "also_hf=True needs peft=None: checkpoints hold the adapters alone",
+            "checkpoint.also_save_hf_checkpoint=True needs checkpoint.save: give",
+            "also_save_hf_checkpoint=True needs peft=None: checkpoints hold the adapters alone",
         ],
     ),
     "non_persistent_saves_lie_between": (

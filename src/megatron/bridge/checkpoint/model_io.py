@@ -20,6 +20,8 @@ from megatron.bridge.utils.config import yaml_text
 from megatron.bridge.utils.errors import UserError
 
 CONTENT_METADATA = "content_metadata"
+HF_MODEL_ID = "hf_model_id"
+"""Key of a run config: the Hugging Face model that the weights were imported from."""
 END = "...\n"  # YAML's end of a document
 
 # Layers are stored one by one under their own number: a checkpoint is then independent of how they are spread over

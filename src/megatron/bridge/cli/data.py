@@ -118,7 +118,6 @@ def _add_preprocess_options(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--tokenizer-model",
-        required=True,
         help="directory or hub id of a Hugging Face tokenizer",
     )
     keys = parser.add_mutually_exclusive_group()
@@ -133,10 +132,14 @@ def _add_preprocess_options(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--tokenizer-type",
-        choices=["HuggingFaceTokenizer"],
         default="HuggingFaceTokenizer",
-        help="the only type; other tokenizers are converted to Hugging Face's format first",
+        help=(
+            "HuggingFaceTokenizer, or GPT2BPETokenizer with --vocab-file and --merge-file, which is "
+            "written in Hugging Face's format to PREFIX_tokenizer (default: HuggingFaceTokenizer)"
+        ),
     )
+    parser.add_argument("--vocab-file", type=Path, help="vocab.json of GPT2BPETokenizer")
+    parser.add_argument("--merge-file", type=Path, help="merges.txt of GPT2BPETokenizer")
     parser.add_argument(
         "--partitions",
         type=workers,
@@ -200,7 +203,6 @@ def _add_preprocess_options(parser: argparse.ArgumentParser) -> None:
 
 
 _NO_SEARCH = "this tool does not search for a number of workers: give --workers"
-_HF_TOKENIZER = "give a tokenizer in Hugging Face's format with --tokenizer-model"
 MEGATRON_LM_ONLY = {
     "--split-sentences": "GPT models take complete documents: remove it",
     "--keep-newlines": "newlines are always kept: remove it",
@@ -212,8 +214,6 @@ MEGATRON_LM_ONLY = {
     ),
     "--performance-dir": _NO_SEARCH,
     "--log-interval": "a terminal shows a progress bar in bytes: remove it",
-    "--vocab-file": _HF_TOKENIZER,
-    "--merge-file": _HF_TOKENIZER,
 }
 """Arguments of Megatron-LM's tool without a counterpart, and what to do instead."""
 
@@ -301,6 +301,7 @@ def preprocess_text(args: argparse.Namespace) -> int:
     from megatron.bridge.data.pretraining.preprocess import PreprocessConfig, preprocess
 
     args.workers = (args.workers or os.cpu_count() or 1) * (args.partitions or 1)
+    args.tokenizer_model = _tokenizer_folder(args)
     config = PreprocessConfig(
         **{field.name: getattr(args, field.name) for field in fields(PreprocessConfig)}
     )
@@ -313,6 +314,32 @@ def preprocess_text(args: argparse.Namespace) -> int:
     for part in _for_each_key(config, args.json_keys):
         console().print(f"{part.output_prefix}.bin and .idx: {preprocess(part).summary()}")
     return 0
+
+
+def _tokenizer_folder(args: argparse.Namespace) -> str:
+    """Return the folder or hub id of the tokenizer; one of GPT-2's files is written in Hugging Face's format."""
+    kind = args.tokenizer_type
+    files = (args.vocab_file, args.merge_file)
+    if kind == "GPT2BPETokenizer":
+        if None in files:
+            raise UserError(f"--tokenizer-type {kind} needs --vocab-file and --merge-file")
+        from megatron.bridge.data.pretraining.gpt2_tokenizer import write_gpt2_tokenizer
+
+        folder = args.output_prefix.with_name(f"{args.output_prefix.name}_tokenizer")
+        return str(write_gpt2_tokenizer(*files, folder))
+    if kind != "HuggingFaceTokenizer":
+        raise UserError(
+            f"--tokenizer-type {kind} reads a file in another format: give the directory or hub id of the same "
+            "tokenizer in Hugging Face's format with --tokenizer-model, and leave --tokenizer-type out"
+        )
+    if files != (None, None):
+        raise UserError(
+            "--vocab-file and --merge-file belong to --tokenizer-type GPT2BPETokenizer: add it, or give a "
+            "tokenizer in Hugging Face's format with --tokenizer-model"
+        )
+    if args.tokenizer_model is None:
+        raise UserError("--tokenizer-model is missing: give a directory or hub id")
+    return args.tokenizer_model
 
 
 def _run_shards(args: argparse.Namespace, config: "PreprocessConfig") -> int:

@@ -4,6 +4,7 @@
 import argparse
 from pathlib import Path
 
+from megatron.bridge.cli.migrate.shell_script import ShellScript
 from megatron.bridge.cli.support.output_files import YamlFile
 from megatron.bridge.cli.support.parser import Parser, count
 from megatron.bridge.utils.atomic import read_text
@@ -17,6 +18,7 @@ DESCRIPTION = (
 EXAMPLES = r"""examples:
   megatron-bridge from-megatron-lm "torchrun --nproc-per-node 8 pretrain_gpt.py --num-layers 32 ..." \
       --output run.yaml
+  megatron-bridge from-megatron-lm "train_gpt3_175b_distributed.sh checkpoints logs vocab.json merges.txt data"
   megatron-bridge train --config run.yaml --dry-run
 """
 
@@ -25,7 +27,9 @@ def add_arguments(parser: Parser) -> None:
     parser.description = DESCRIPTION
     parser.epilog = EXAMPLES
     parser.add_argument(
-        "source", metavar="COMMAND", help="the command line as one word, or a file with it"
+        "source",
+        metavar="COMMAND",
+        help="the command line as one word, a file with it, or a shell script with its arguments",
     )
     parser.add_argument(
         "--output", type=YamlFile, metavar="FILE", help="YAML file to write (default: print it)"
@@ -60,10 +64,16 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _command(source: str) -> str:
-    if "--" in source:
-        return source
-    if not Path(source).is_file():
+    """Return a command line: the given one, or that of a file, which may be a shell script."""
+    words = source.split()
+    path = Path(words[0] if words else source)
+    if not path.is_file():
+        if "--" in source:
+            return source
         raise UserError(
             f"{source} is neither a command line nor a file: give the command line in quotes, with its arguments"
         )
-    return read_text(Path(source), source)
+    text = read_text(path, str(path))
+    if path.suffix in (".sh", ".slurm", ".sbatch") or text.startswith("#!"):
+        return ShellScript(text, path.name, words[1:]).command()
+    return text

@@ -163,7 +163,7 @@ def save_checkpoint(
     state.train_state.floating_point_operations_so_far = num_floating_point_operations_so_far
     if checkpoint.async_save:
         state.initialize_async_checkpoint_worker()
-    run = _run_of(state, model, optimizer, opt_param_scheduler)
+    run = run_of(state, model, optimizer, opt_param_scheduler)
     return save_load.save_run(run, state.async_saver if checkpoint.async_save else None)
 
 
@@ -242,7 +242,7 @@ def load_checkpoint_from_path(
         _load_weights(model, directory, config.ignore_adapter)
         reload_main_weights(optimizer)
     else:
-        save_load.resume(_run_of(state, model, optimizer, opt_param_scheduler), directory)
+        save_load.resume(run_of(state, model, optimizer, opt_param_scheduler), directory)
     return state.train_state.step, state.train_state.floating_point_operations_so_far
 
 
@@ -279,7 +279,7 @@ def apply_peft_adapter_filter_to_state_dict(
     }
 
 
-def _run_of(state: GlobalState, model: list[MegatronModule], optimizer: Any, scheduler: Any) -> Run:
+def run_of(state: GlobalState, model: list[MegatronModule], optimizer: Any, scheduler: Any) -> Run:
     """A run with the parts that checkpoints hold; what is None is neither saved nor loaded."""
     saved = state.cfg.checkpoint
     optional = {

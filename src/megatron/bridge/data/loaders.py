@@ -27,6 +27,7 @@ from megatron.bridge.data.samplers import (
 )
 from megatron.bridge.data.tokenizer import Tokenizer
 from megatron.bridge.utils.errors import UserError
+from megatron.bridge.utils.optional_imports import lazy_names
 from megatron.bridge.utils.prefetch import PrefetchIterator
 
 __all__ = [
@@ -320,3 +321,16 @@ def _check_length(
             f"the run needs {needed} samples for {split}, but the data has {length}: train for fewer steps, set "
             f"dataset.dataloader_type=cyclic, or give the blend weights, which repeats its corpora"
         )
+
+
+# names that other programs import from here
+_CALLS = (
+    "build_train_valid_test_data_loaders",
+    "build_train_valid_test_datasets",
+    "cyclic_iter",
+    "get_train_valid_test_num_samples",
+    "setup_data_iterators",
+)
+__getattr__ = lazy_names(
+    __name__, {name: f"megatron.bridge.compat.data_loaders:{name}" for name in _CALLS}
+)

@@ -2,6 +2,7 @@
 """The provider of Megatron-Core's decoder-only ``GPTModel``."""
 
 import copy
+import inspect
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Annotated, Any, ClassVar, Literal, Self
@@ -28,6 +29,7 @@ from megatron.bridge.utils.config.ranges import (
     FRACTION,
 )
 from megatron.bridge.utils.errors import UserError, one_line, refuse
+from megatron.bridge.utils.optional_imports import lazy_names
 from megatron.bridge.utils.user_functions import failure_of, function_name
 from megatron.bridge.utils.vocab_utils import calculate_padded_vocab_size
 
@@ -93,7 +95,8 @@ class DecoderFields:
         default_factory=list
     )  # Megatron-Core's own default is deprecated
     transformer_layer_spec: ModuleSpec | Callable[..., ModuleSpec] | None = None
-    """A spec, or a function from this config to one; None takes ``backend``'s."""
+    """A spec, or a function from this config, and if it has one from ``vp_stage``, to one; None takes
+    ``backend``'s."""
 
 
 @dataclass
@@ -339,18 +342,20 @@ class GPTModelProvider(FeatureFields, DecoderFields, ModelProvider):
         if spec is None:
             spec = layer_specs.decoder_block_spec(self, self.backend, vp_stage)
         elif not isinstance(spec, ModuleSpec):
-            spec = self._call_layer_spec(spec)
+            spec = self._call_layer_spec(spec, vp_stage)
         if isinstance(spec, ModuleSpec):
             return self.edit_layer_spec(spec)
         return replace(
             spec, layer_specs=[self.edit_layer_spec(layer) for layer in spec.layer_specs or []]
         )
 
-    def _call_layer_spec(self, function: Callable[..., Any]) -> Any:
-        """Return the spec from the function that the user named."""
+    def _call_layer_spec(self, function: Callable[..., Any], vp_stage: int | None) -> Any:
+        """Return the spec from the function that the user named, which may take ``vp_stage``."""
         key = "transformer_layer_spec"
+        takes_stage = "vp_stage" in inspect.signature(function).parameters
+        options: dict[str, Any] = {"vp_stage": vp_stage} if takes_stage else {}
         try:
-            spec = function(self)
+            spec = function(self, **options)
         except TypeError as error:
             raise failure_of(key, function, error) from error
         if not isinstance(spec, ModuleSpec | TransformerBlockSubmodules):
@@ -420,3 +425,15 @@ def _offset_positions(model: LanguageModule, offset: int) -> None:
     if offset and hasattr(model, "embedding"):
         table = model.get_submodule("embedding.position_embeddings")
         table.register_forward_pre_hook(lambda _, inputs: (inputs[0] + offset,))
+
+
+# names that other programs import from here
+__getattr__ = lazy_names(
+    __name__,
+    {
+        "default_layer_spec": "megatron.bridge.compat.layer_specs:default_layer_spec",
+        "local_layer_spec": "megatron.bridge.compat.layer_specs:local_layer_spec",
+        "modelopt_transformer_layer_spec": "megatron.bridge.compat.layer_specs:modelopt_transformer_layer_spec",
+        "transformer_engine_layer_spec": "megatron.bridge.compat.layer_specs:transformer_engine_layer_spec",
+    },
+)

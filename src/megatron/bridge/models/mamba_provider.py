@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The provider of Megatron-Core's hybrid models: Mamba-2 layers among attention, feed-forward and experts."""
 
-from collections.abc import Iterator
+import inspect
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -16,6 +17,8 @@ from megatron.bridge.models.gpt_provider import GPTModelProvider
 from megatron.bridge.models.model_provider import EVEN_STAGES
 from megatron.bridge.utils.config.ranges import BELOW_ONE
 from megatron.bridge.utils.errors import UserError
+from megatron.bridge.utils.optional_imports import lazy_names
+from megatron.bridge.utils.user_functions import function_name
 
 MAMBA, ATTENTION, FEED_FORWARD, EXPERTS, STAGE = "M*-E|"
 KINDS = {MAMBA: "Mamba", ATTENTION: "attention", FEED_FORWARD: "feed-forward", EXPERTS: "experts"}
@@ -46,6 +49,9 @@ class MambaModelProvider(GPTModelProvider):
     """A symbol for each of ``num_layers``: ``M`` Mamba-2, ``*`` attention, ``-`` feed-forward, ``E`` experts.
     ``|`` between them cuts the stack into (virtual) pipeline stages, in order; without it, stages have equally
     many layers."""
+    hybrid_stack_spec: ModuleSpec | Callable[..., ModuleSpec] | None = None
+    """A spec of the layers, or a function to one, from this config or without arguments; None takes
+    ``backend``'s."""
     mamba_chunk_size: int = 128
     """Tokens that are computed as one matrix; changes speed and memory, not numbers."""
     mamba_first_step_min: float = 0.001
@@ -54,6 +60,15 @@ class MambaModelProvider(GPTModelProvider):
     """To here."""
     mamba_first_step_floor: float = 1e-4
     """And never below this."""
+
+    @property
+    def mamba_stack_spec(self) -> Any:
+        """``hybrid_stack_spec`` under the name that older programs set."""
+        return self.hybrid_stack_spec
+
+    @mamba_stack_spec.setter
+    def mamba_stack_spec(self, spec: Any) -> None:
+        self.hybrid_stack_spec = spec
 
     @property
     def layer_kinds(self) -> str:
@@ -73,6 +88,9 @@ class MambaModelProvider(GPTModelProvider):
     def derive(self) -> None:
         """Refuse what has no effect on a hybrid model, and what its layers cannot be built from."""
         super().derive()
+        layers_with_experts = [int(kind == EXPERTS) for kind in self.layer_kinds]
+        if self.moe_layer_freq == layers_with_experts:  # as it is derived below
+            self.moe_layer_freq = 1
         self._refuse_ineffective(_WITHOUT_EFFECT, "on a hybrid model")
         if self.backend == "transformer_engine" and (self.qk_layernorm or self.qk_l2_norm):
             raise UserError(
@@ -84,7 +102,7 @@ class MambaModelProvider(GPTModelProvider):
         self.staged_pattern()
         if self.num_moe_experts is not None:
             # read where auxiliary losses are averaged over the layers that have them
-            self.moe_layer_freq = [int(kind == EXPERTS) for kind in self.layer_kinds]
+            self.moe_layer_freq = layers_with_experts
 
     def provide(  # type: ignore[override] - Megatron-Core's hybrid model is no GPTModel
         self,
@@ -103,7 +121,7 @@ class MambaModelProvider(GPTModelProvider):
         return model
 
     def _stack_spec(self) -> ModuleSpec:
-        stack = hybrid_stack_spec(self, self.backend)
+        stack = self._own_stack() or hybrid_stack_spec(self, self.backend)
         layers: Any = stack.submodules
         kinds = ("mamba_layer", "attention_layer", "mlp_layer", "moe_layer")
         specs = {kind: getattr(layers, kind) for kind in kinds}
@@ -113,6 +131,19 @@ class MambaModelProvider(GPTModelProvider):
             if isinstance(spec, ModuleSpec)
         }
         return replace(stack, submodules=replace(layers, **edited))
+
+    def _own_stack(self) -> ModuleSpec | None:
+        """Return the spec that ``mamba_stack_spec`` asks for."""
+        spec = self.hybrid_stack_spec
+        if spec is None or isinstance(spec, ModuleSpec):
+            return spec
+        stack = spec(self) if inspect.signature(spec).parameters else spec()
+        if not isinstance(stack, ModuleSpec):
+            raise UserError(
+                f"hybrid_stack_spec={function_name(spec)} returns a {type(stack).__name__}: name a function to the "
+                "ModuleSpec of a stack of layers"
+            )
+        return stack
 
     def toy_sizes(self, toy: ToySizes) -> dict[str, Any]:
         """Add sizes of Mamba layers with enough heads and groups for every rank."""
@@ -207,3 +238,14 @@ class MambaModelProvider(GPTModelProvider):
             pattern[start : start + layers_per_stage]
             for start in range(0, self.num_layers, layers_per_stage)
         )
+
+
+# names that other programs import from here
+__getattr__ = lazy_names(
+    __name__,
+    {
+        "get_default_mamba_stack_spec": "megatron.bridge.compat.layer_specs:get_default_mamba_stack_spec",
+        "modelopt_mamba_stack_spec": "megatron.bridge.compat.layer_specs:modelopt_mamba_stack_spec",
+        "transformer_engine_mamba_stack_spec": "megatron.bridge.compat.layer_specs:transformer_engine_mamba_stack_spec",
+    },
+)

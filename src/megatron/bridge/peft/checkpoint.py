@@ -168,6 +168,7 @@ def adapted_model(
     bridge = AutoBridge.from_hf_pretrained(
         base, trust_remote_code=trust_remote_code, adapter="none" if check else None
     )
+<<<<<<< HEAD
     provider = bridge.to_megatron_provider()
     directory, _ = saved_base(path)
     of_run = model_io.read_run_config(directory)["model"]
@@ -178,3 +179,13 @@ def adapted_model(
     model = provider.provide_distributed_model(wrap_with_ddp=False)
     load_adapters(model, path, check)
     return bridge, model
+=======
+    return bridge, load_adapted(bridge, path, check)
+
+
+def load_adapted(bridge: AutoBridge, checkpoint: Path, check_base: bool = True) -> list[Any]:
+    """Build the base model of ``bridge`` with the adapters of a checkpoint; see ``load_adapters``."""
+    model = bridge.to_megatron_model(wrap_with_ddp=False)
+    load_adapters(model, checkpoint, check_base)
+    return model
+>>>>>>> wC

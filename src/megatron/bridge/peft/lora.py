@@ -15,6 +15,7 @@ from megatron.bridge.models.chunk_info import chunk_info
 from megatron.bridge.models.conversion.adapters.adapted_layers import LowRankPart
 from megatron.bridge.models.hf_pretrained.causal_lm import to_dtype
 from megatron.bridge.models.hf_pretrained.safetensors_files import dtype_name
+from megatron.bridge.models.vision import provider as vision_provider
 from megatron.bridge.peft import layers, targets
 from megatron.bridge.peft.base import PEFT, bare_chunks
 from megatron.bridge.peft.fused_parts import CanonicalAdapter, check_queries, parts_of
@@ -230,6 +231,11 @@ class LowRankPEFT(PEFT):
             targets.check(site)
             layers.attach(site, self.adapter_for(site))
 
+    @property
+    def trained_in_place(self) -> str:
+        """The setting that trains weights of the base model; empty if only adapters are trained."""
+        return f"peft.modules_to_save={self.modules_to_save}" if self.modules_to_save else ""
+
     @contextmanager
     def disable_adapter(self, model: nn.Module | Sequence[nn.Module]) -> Iterator[None]:
         """Compute the outputs of the base model, without adapters, inside the context.
@@ -240,10 +246,10 @@ class LowRankPEFT(PEFT):
         Raises:
             UserError: ``modules_to_save`` were trained, so the base is not there any more.
         """
-        if self.modules_to_save:
+        if trained := self.trained_in_place:
             raise UserError(
-                f"peft.modules_to_save={self.modules_to_save} are trained in place, so the base model cannot be "
-                "recovered from this model: load it as a second model"
+                f"{trained} trains weights of the base model in place, so that it cannot be recovered from this "
+                "model: load it as a second model"
             )
         adapted = [layer for chunk in bare_chunks(model) for layer in layers.adapted(chunk)]
         self._switch(adapted, on=False)
@@ -319,6 +325,55 @@ class LoRA(SplitLoRA):
         >>> LoRA(target_modules=["q_proj", "v_proj"]).target_modules
         ['q_proj', 'v_proj']
     """
+
+
+@dataclass
+class VLMLoRA(LoRA):
+    """LoRA that can train all weights of the vision tower, or of its projector, next to the adapters.
+
+    Example:
+        >>> VLMLoRA(target_modules=["linear_qkv"], freeze_vision_projection=False).freeze_vision_model
+        True
+    """
+
+    freeze_vision_model: bool = True
+    """Leave the tower as it is, except for adapters."""
+    freeze_vision_projection: bool = True
+    """Leave what lies between tower and decoder as it is, except for adapters."""
+    freeze_language_model: bool = True
+    """Only True: the decoder gets adapters."""
+
+    def problems(self, training: bool = True) -> list[str]:
+        problems = super().problems(training)
+        if not self.freeze_language_model:
+            problems.append(
+                "peft.freeze_language_model=False would train the decoder and adapters on it: set it to True, or "
+                "train all weights without peft"
+            )
+        return problems
+
+    @property
+    def trained_in_place(self) -> str:
+        for name in ("freeze_vision_model", "freeze_vision_projection"):
+            if not getattr(self, name):
+                return f"peft.{name}=False"
+        return super().trained_in_place
+
+    def _modules_to_save(self, chunks: Sequence[nn.Module]) -> list[nn.Module]:
+        """Add the parameters of the tower and its projector that are trained."""
+        is_frozen = {
+            vision_provider.LANGUAGE_MODEL: True,
+            vision_provider.VISION_MODEL: self.freeze_vision_model,
+            vision_provider.VISION_PROJECTION: self.freeze_vision_projection,
+        }
+        trained = [
+            parameter
+            for chunk in chunks
+            for name, parameter in chunk.named_parameters()
+            if parameter.requires_grad and not is_frozen[vision_provider.part_of_model(name)]
+        ]
+        full_modules = super()._modules_to_save(chunks)
+        return [*full_modules, nn.ParameterList(trained)] if trained else full_modules
 
 
 class LoRAMerge:

@@ -7,10 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from megatron.core.distributed import finalize_model_grads
 
 from megatron.bridge.checkpoint import loading, model_io, paths
 from megatron.bridge.checkpoint.collective import on_first_rank
-from megatron.bridge.peft.base import PEFT, bare_chunks
+from megatron.bridge.models.chunk_info import chunk_info
+from megatron.bridge.peft.base import PEFT, bare_chunks, let_gradients_start
 from megatron.bridge.peft.canonical_lora import CanonicalLoRA
 from megatron.bridge.peft.checkpoint import set_trained_state, trained_state
 from megatron.bridge.peft.dora import DoRA
@@ -84,3 +86,47 @@ def load_peft_adapter_checkpoint(
     )
     state = trained_state(chunks, model_io.stored_metadata(loading.load_common(directory)))
     set_trained_state(chunks, loading.load(state, directory, known=model_io.BESIDE_WEIGHTS))
+
+
+def enable_expert_parallel_grad_sync_in_finalize(model: Any) -> int:
+    """Return how many adapter parameters the next function reduces over expert-parallel ranks: 0.
+
+    Each expert has adapters of its own here, so no rank has a copy of those of another rank.
+    """
+    del model
+    return 0
+
+
+def finalize_model_grads_with_expert_adapter_sync(
+    model: list[Any], num_tokens: torch.Tensor | None = None, **options: Any
+) -> None:
+    """Reduce and scale the gradients of a step, as Megatron-Core's ``finalize_model_grads``.
+
+    Args:
+        model: All chunks of this rank, wrapped.
+        num_tokens: Tokens in the loss of this rank; None with losses that are means.
+        **options: Other arguments of Megatron-Core's function.
+    """
+    finalize_model_grads(model, num_tokens, **options)
+
+
+def maybe_enable_recompute_inputs_grad(
+    model: Any, peft_recompute_patched: set[int] | None = None
+) -> set[int]:
+    """Let gradients reach adapters in layers that are recomputed. ``PEFT`` does so for the config it sees.
+
+    Call it if recomputation is turned on after the adapters were added.
+
+    Args:
+        model: A chunk or all chunks of this rank, adapted, wrapped or not.
+        peft_recompute_patched: Chunks that were changed before, by ``id``.
+
+    Returns:
+        The set, with these chunks.
+    """
+    changed = set() if peft_recompute_patched is None else peft_recompute_patched
+    for chunk in bare_chunks(model):
+        if id(chunk) not in changed and chunk_info(chunk).peft is not None:
+            let_gradients_start(chunk)
+            changed.add(id(chunk))
+    return changed

@@ -17,6 +17,7 @@ from megatron.bridge.data.finetuning.packing import cut_for_rank
 from megatron.bridge.training.state import BatchIterator, LossFunction
 from megatron.bridge.training.step.trained_tokens import trained_token_arguments
 from megatron.bridge.utils.errors import UserError
+from megatron.bridge.utils.optional_imports import lazy_names
 
 LOSS_NAME = "lm loss"
 
@@ -149,3 +150,12 @@ def masked_loss(
     tokens = mask.sum()
     report = torch.stack((total.detach(), tokens)).double()
     return total, tokens.to(torch.int), {LOSS_NAME: report}
+
+
+# names that other programs import from here
+__getattr__ = lazy_names(
+    __name__,
+    {
+        "get_batch": "megatron.bridge.compat.batches:get_batch",
+    },
+)

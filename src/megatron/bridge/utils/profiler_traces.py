@@ -22,12 +22,14 @@ TRACES_DIR = "traces"
 METADATA_KEY = "megatron_bridge"
 
 Clock = Literal["wall", "barrier"]
-_NAME = re.compile(r"rank_(\d+)\.json(?:\.gz)?")
+# also the names of earlier versions, which TensorBoard's profiler did not list
+_NAME = re.compile(r"rank_(\d+)(?:\.pt\.trace)?\.json(?:\.gz)?")
 _ARROWS = frozenset("stf")  # phases of events that an id ties together: start, step, finish
 
 
 def trace_name(rank: int) -> str:
-    return f"rank_{rank}.json.gz"
+    """Return the file name of a rank's trace, with the ending by which TensorBoard's plugin finds it."""
+    return f"rank_{rank}.pt.trace.json.gz"
 
 
 @dataclass(frozen=True)
@@ -44,7 +46,7 @@ def find_traces(folder: Path) -> dict[int, Path]:
     )
     if not folders:
         raise UserError(
-            f"{folder} has no traces (rank_0.json.gz): train with profiling.use_pytorch_profiler=true"
+            f"{folder} has no traces ({trace_name(0)}): train with profiling.use_pytorch_profiler=true"
         )
     if len(folders) > 1:
         raise UserError(

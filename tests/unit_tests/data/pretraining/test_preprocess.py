@@ -380,6 +380,46 @@ def test_arguments_of_megatron_lm(tokenizer_dir, tmp_path):
     )
 
 
+def test_tokenizer_of_gpt2(tmp_path, capsys):
+    """GPT-2's files become a tokenizer in Hugging Face's format, which gives the same ids."""
+    from tokenizers import ByteLevelBPETokenizer, pre_tokenizers
+
+    merges = [("t", "h"), ("th", "e"), ("e", "r")]
+    tokens = [*sorted(pre_tokenizers.ByteLevel.alphabet()), *map("".join, merges), "<|endoftext|>"]
+    (tmp_path / "vocab.json").write_text(
+        json.dumps({token: index for index, token in enumerate(tokens)})
+    )
+    (tmp_path / "merges.txt").write_text(
+        "#version: 0.2\n" + "".join(f"{first} {second}\n" for first, second in merges)
+    )
+    expected = ByteLevelBPETokenizer(str(tmp_path / "vocab.json"), str(tmp_path / "merges.txt"))
+    corpus = tmp_path / "corpus.jsonl"
+    corpus.write_text("".join(json.dumps({"text": text}) + "\n" for text in DOCUMENTS))
+    command = ["data", "preprocess", "--input", str(corpus), "--workers", "1", "--output-prefix"]
+    command += [f"{tmp_path}/o", "--tokenizer-type", "GPT2BPETokenizer"]
+    assert main(command) == 1
+    assert "needs --vocab-file and --merge-file" in capsys.readouterr().err
+    command += ["--vocab-file", f"{tmp_path}/vocab.json", "--merge-file", f"{tmp_path}/merges.txt"]
+    assert main(command) == 0
+    assert read(tmp_path / "o") == naive(tmp_path / "o_tokenizer", DOCUMENTS)
+    dataset = IndexedDataset(str(tmp_path / "o"))  # its items are views of its file
+    assert dataset[0].tolist() == expected.encode(DOCUMENTS[0]).ids
+
+
+@pytest.mark.parametrize(
+    ("words", "way_out"),
+    [
+        ("--tokenizer-type SentencePieceTokenizer", "--tokenizer-model"),
+        ("--vocab-file vocab.json", "GPT2BPETokenizer"),
+        ("--merge-file merges.txt", "GPT2BPETokenizer"),
+    ],
+)
+def test_other_tokenizers_are_refused(words, way_out, capsys):
+    command = ["data", "preprocess", "--input", "c", "--output-prefix", "o"]
+    assert main([*command, *words.split()]) == 1
+    assert way_out in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("words", "way_out"),
     [
@@ -391,8 +431,6 @@ def test_arguments_of_megatron_lm(tokenizer_dir, tmp_path):
         ("--max-documents 9", "--workers"),
         ("--performance-dir x", "--workers"),
         ("--log-interval 100", "remove"),
-        ("--vocab-file vocab.json", "--tokenizer-model"),
-        ("--merge-file merges.txt", "--tokenizer-model"),
     ],
 )
 def test_arguments_of_megatron_lm_without_a_counterpart_are_refused(words, way_out, capsys):

@@ -186,7 +186,10 @@ def patch_rng_tracker(module: Any) -> None:
             if not self.states_:
                 _seed_as_torch(module.model_parallel_cuda_manual_seed)
             if name not in self.states_:
-                raise KeyError(f"no random state named {name!r}: seed model parallelism first")
+                raise KeyError(
+                    f"no random state named {name!r}: call torch.manual_seed with the same number on all ranks, "
+                    "or megatron.core.tensor_parallel.model_parallel_cuda_manual_seed, first"
+                )
             outer_name = self._current_state_name
             outer = torch.get_rng_state()
             if outer_name in self.states_:  # a nested fork may continue it
@@ -209,15 +212,17 @@ def _seed_as_torch(seed_trackers: Callable[[int], None]) -> None:
     """Seed the states of model parallelism with the seed that ``torch.manual_seed`` was given, if it was.
 
     Programs like Megatron-LM's ``_set_random_seed`` seed them only if ``torch.cuda.device_count()`` is not 0.
+    A process that was not seeded has a random seed of 64 bits, another one on each rank, which would let
+    replicated parameters differ. Seeds that people choose have 32 bits, as numpy's must.
     """
-    if torch.initial_seed() == _UNSEEDED:
+    if torch.initial_seed() >= _RANDOM_SEEDS_FROM:
         return
     state = torch.get_rng_state()
     seed_trackers(torch.initial_seed())
     torch.set_rng_state(state)
 
 
-_UNSEEDED = torch.Generator().initial_seed()
+_RANDOM_SEEDS_FROM = 2**32
 
 _FACTORIES = (
     *("tensor", "as_tensor", "empty", "zeros", "ones", "full", "arange", "linspace", "eye"),

@@ -172,6 +172,7 @@ def _split(text: str) -> tuple[list[str], list[str]]:
         raise UserError(f"the command line cannot be read ({error}): close its quotes") from error
     script = next((index for index, word in enumerate(words) if word.endswith(".py")), -1)
     launcher = words[: script + 1]
+    _refuse_other_script(launcher)
     words = words[script + 1 :]
     if not words or not words[0].startswith("--"):
         raise UserError(
@@ -179,6 +180,22 @@ def _split(text: str) -> tuple[list[str], list[str]]:
             "`pretrain_gpt.py --num-layers ...`, or the arguments alone"
         )
     return launcher, words
+
+
+_OTHER_SCRIPTS = {
+    "pretrain_vlm.py": "vision-language models are trained from a Hugging Face model here, such as "
+    "`train --recipe qwen25_vl_3b_finetune_config --hf-model ID`",
+    "pretrain_bert.py": "encoders are not supported; decoders are trained with pretrain_gpt.py's arguments",
+    "pretrain_t5.py": "encoder-decoder models are not supported",
+    "pretrain_retro.py": "retrieval-augmented pretraining is not supported",
+}
+"""Scripts of other models -> what to do instead. Those of GPT and hybrid models (Mamba) have the same arguments."""
+
+
+def _refuse_other_script(launcher: list[str]) -> None:
+    script = launcher[-1].rpartition("/")[2] if launcher else ""
+    if script in _OTHER_SCRIPTS:
+        raise UserError(f"{script}: {_OTHER_SCRIPTS[script]}")
 
 
 def _parse(words: list[str]) -> Arguments:

@@ -231,7 +231,7 @@ def _save_problems(config: "ConfigContainer", notes: list[str]) -> list[str]:
         problem = export_problem(config, [model])
     if problem is None:
         return []
-    if checkpoint.also_hf:
+    if checkpoint.also_save_hf_checkpoint:
         return [problem]
     notes.append(problem)
     return []

@@ -6,5 +6,14 @@ from megatron.bridge.data.config import (
     FinetuningDatasetConfig,
     SFTDatasetConfig,
 )
+from megatron.bridge.utils.optional_imports import lazy_names
 
 __all__ = ["BlendedDatasetConfig", "FinetuningDatasetConfig", "SFTDatasetConfig"]
+
+# names that other programs import from here
+__getattr__ = lazy_names(
+    __name__,
+    {
+        "FinetuningDatasetBuilder": "megatron.bridge.compat.dataset_builders:FinetuningDatasetBuilder",
+    },
+)

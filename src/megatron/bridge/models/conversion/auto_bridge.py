@@ -8,6 +8,7 @@ from typing import Any, cast
 
 import torch
 
+from megatron.bridge.checkpoint import model_io
 from megatron.bridge.checkpoint.collective import on_first_rank
 from megatron.bridge.models.conversion.adapters import peft_format
 from megatron.bridge.models.conversion.adapters.bridge_calls import AdapterCalls
@@ -78,6 +79,31 @@ class AutoBridge(BridgedCheckpoint, AdapterCalls):
         return cls(config)
 
     @classmethod
+    def from_auto_config(
+        cls, megatron_path: str | Path, hf_model_id: str | Path, trust_remote_code: bool = False
+    ) -> "AutoBridge":
+        """Create a bridge without weights for the model in a Megatron checkpoint.
+
+        Its config is that of ``hf_model_id``, with what the checkpoint's model has changed, such as
+        the number of layers of a pruned model.
+
+        Args:
+            megatron_path: root of a checkpoint, or one of its iterations.
+            hf_model_id: directory or hub id of a model of the same architecture.
+            trust_remote_code: run the model's own configuration code.
+
+        Raises:
+            UserError: there is no checkpoint, or the architecture cannot express its model.
+        """
+        reference: Any = PreTrainedCausalLM(hf_model_id, trust_remote_code=trust_remote_code).config
+        provider = on_first_rank(lambda: stored_provider.read(megatron_path))
+        plain_config = as_dict(reference)
+        changes = bridge_for(reference).changed_config(provider, plain_config)
+        config = cast(Any, type(reference)).from_dict({**plain_config, **changes})
+        config.name_or_path = str(hf_model_id)
+        return cls.from_hf_config(config)
+
+    @classmethod
     def can_handle(cls, path: str | Path, trust_remote_code: bool = False) -> bool:
         """Return whether the model at ``path`` exists and its architecture is supported."""
         try:
@@ -145,6 +171,22 @@ class AutoBridge(BridgedCheckpoint, AdapterCalls):
         pretrained = self._weights(hf_path)
         names = pretrained.stored_names or (pretrained.state.entries if download else None)
         return names is not None and not self._mtp_layers.are_in(names)
+
+    @staticmethod
+    def get_hf_model_id_from_checkpoint(path: str | Path) -> str | None:
+        """Return the Hugging Face model that a Megatron checkpoint was made from, if it says so.
+
+        Args:
+            path: root of a checkpoint, or one of its iterations.
+        """
+        if not model_io.has_run_config(path):
+            return None
+        config = model_io.read_run_config(path)
+        weights = _setting(config, "checkpoint", "pretrained_checkpoint")
+        if weights and Path(weights).is_dir() and not hub.is_hf_model(weights):
+            return AutoBridge.get_hf_model_id_from_checkpoint(weights)
+        imported = config.get(model_io.HF_MODEL_ID)
+        return imported or weights or _setting(config, "tokenizer", "tokenizer_model")
 
     @staticmethod
     def hf_config_of(provider: Any) -> dict[str, Any] | None:
@@ -615,3 +657,10 @@ class AutoBridge(BridgedCheckpoint, AdapterCalls):
         They are known once ``to_megatron_provider`` has read the config. An export carries them along.
         """
         return dict(getattr(self._bridge, "unread_keys", {}))
+
+
+def _setting(config: Mapping[str, Any], block: str, name: str) -> str | None:
+    """Return a setting of a run's config, which may lack the block."""
+    settings: Any = config.get(block) or {}
+    value = settings.get(name)
+    return None if value is None else str(value)

@@ -51,6 +51,11 @@ class BridgedCheckpoint:
         self._notes = Notes()
 
     @property
+    def _model_bridge(self) -> MegatronModelBridge:
+        """The bridge of the architecture, under the name by which other programs reach its mappings."""
+        return self._bridge
+
+    @property
     def hf_config(self) -> Any:
         return getattr(self.hf_pretrained, "config", self.hf_pretrained)
 

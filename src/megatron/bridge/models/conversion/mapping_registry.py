@@ -2,10 +2,9 @@
 """Registry of the mappings of one architecture, with lookup by names of either side."""
 
 import re
-from collections import Counter
 
 from megatron.bridge.models.conversion.mappings import patterns
-from megatron.bridge.models.conversion.param_mapping import MegatronParamMapping
+from megatron.bridge.models.conversion.param_mapping import AutoMapping, MegatronParamMapping
 
 _NUMBER = re.compile(r"\d+")
 _NEAR_WILDCARD = re.compile(r"\d*(\*+)\d*")
@@ -21,23 +20,28 @@ class MegatronMappingRegistry:
 
     Args:
         *mappings: one per Megatron name. Several may share a Hugging Face name, because layer specs use different
-            Megatron names for a parameter; a model has one of them.
+            Megatron names for a parameter; a model has one of them. One that repeats an earlier one is left out.
 
     Raises:
-        ValueError: two mappings have the same Megatron name.
+        ValueError: two mappings have the same Megatron name and other Hugging Face tensors.
     """
 
     def __init__(self, *mappings: MegatronParamMapping) -> None:
-        self._mappings = mappings
-        counts = Counter(mapping.megatron_param for mapping in mappings)
-        twice = [name for name, count in counts.items() if count > 1]
+        by_name: dict[str, MegatronParamMapping] = {}
+        twice: list[str] = []
+        for mapping in mappings:
+            first = by_name.setdefault(mapping.megatron_param, mapping)
+            repeats = type(mapping) in (type(first), AutoMapping)
+            if not repeats or mapping.hf_param != first.hf_param:
+                twice.append(mapping.megatron_param)
         if twice:
             raise ValueError(f"mapped more than once: {', '.join(twice)}")
+        self._mappings = tuple(by_name.values())
         # most names contain a layer index; the others are looked up directly
         self._exact = {
-            m.megatron_param: m for m in mappings if patterns.is_concrete(m.megatron_param)
+            m.megatron_param: m for m in self._mappings if patterns.is_concrete(m.megatron_param)
         }
-        self._wild = [m for m in mappings if not patterns.is_concrete(m.megatron_param)]
+        self._wild = [m for m in self._mappings if not patterns.is_concrete(m.megatron_param)]
         self._candidates: dict[str, list[MegatronParamMapping]] = {}
 
     def megatron_to_hf_lookup(self, megatron_param: str) -> MegatronParamMapping | None:
@@ -74,6 +78,17 @@ class MegatronMappingRegistry:
 
     def get_all_mappings(self) -> list[MegatronParamMapping]:
         return list(self._mappings)
+
+    def with_changes(
+        self, before: "MegatronMappingRegistry", after: "MegatronMappingRegistry"
+    ) -> "MegatronMappingRegistry":
+        """Return this registry with what ``after`` adds to ``before``, or maps in another way."""
+        earlier = {mapping.megatron_param: repr(mapping) for mapping in before.get_all_mappings()}
+        mappings = {mapping.megatron_param: mapping for mapping in self._mappings}
+        for mapping in after.get_all_mappings():
+            if earlier.get(mapping.megatron_param) != repr(mapping):
+                mappings[mapping.megatron_param] = mapping
+        return MegatronMappingRegistry(*mappings.values())
 
     def get_mappings_by_pattern(self, pattern: str) -> list[MegatronParamMapping]:
         """Return the mappings whose Megatron name matches ``pattern``; ``*`` also matches a ``*``."""

@@ -24,7 +24,10 @@ from megatron.bridge.models.conversion.declare import fields as config_fields
 from megatron.bridge.models.conversion.declare import vocabulary
 from megatron.bridge.models.conversion.declare.blocks import Block, SizedBlock
 from megatron.bridge.models.conversion.declare.fields import IRRELEVANT, Field
-from megatron.bridge.models.conversion.engine.plan import WeightConversionTask
+from megatron.bridge.models.conversion.engine.plan import (
+    WeightConversionTask,
+    megatron_local_name_to_global,
+)
 from megatron.bridge.models.conversion.mapping_registry import MegatronMappingRegistry
 from megatron.bridge.models.gpt_provider import GPTModelProvider
 from megatron.bridge.models.hf_pretrained import transformers_reads
@@ -44,6 +47,7 @@ __all__ = [
 ]
 
 HFWeight = str | dict[str, str]
+_megatron_local_name_to_global = megatron_local_name_to_global  # as other programs import it
 
 
 class HFWeightTuple(NamedTuple):
@@ -79,6 +83,15 @@ ENTRY_POINTS = "megatron_bridge.families"
 B = TypeVar("B", bound="type[MegatronModelBridge]")
 
 
+def _extended_registration(bridge: "type[MegatronModelBridge]") -> Registration:
+    """Return the registration of the class that ``bridge`` extends; an empty one if it extends none."""
+    for base in bridge.__mro__[1:]:
+        for registration in _REGISTRY.values():
+            if registration.bridge is base:
+                return registration
+    return Registration(bridge)
+
+
 class MegatronModelBridge:
     """Convert one Hugging Face architecture.
 
@@ -110,20 +123,27 @@ class MegatronModelBridge:
         Args:
             source: the transformers class, or its name if importing it would run remote code.
             target: the Megatron model class.
-            provider: the provider class, for bridges that are declarations.
-            model_type: ``model_type`` of the Hugging Face config, to write a config without a source.
+            provider: the provider class, for bridges that are declarations; None is that of the bridge that the
+                class extends.
+            model_type: ``model_type`` of the Hugging Face config, to write a config without a source; None is that
+                of the bridge that the class replaces.
         """
         name = source if isinstance(source, str) else source.__name__
 
         def register(bridge: B) -> B:
             declared: Any = bridge
+            extended = _extended_registration(bridge)
+            provider_class = provider or extended.provider
+            config_type = model_type
+            if config_type is None and name in _REGISTRY and _REGISTRY[name] is extended:
+                config_type = extended.model_type
             if issubclass(declared, DecoderBridge):
-                refuse(_unknown_settings(declared, provider or GPTModelProvider))
+                refuse(_unknown_settings(declared, provider_class or GPTModelProvider))
             is_builtin = bridge.__module__.startswith(_OWN_FAMILIES)
             if not (
                 is_builtin and name in _REGISTRY
             ):  # a user's bridge has priority, regardless of the import order
-                _REGISTRY[name] = Registration(bridge, target, provider, model_type)
+                _REGISTRY[name] = Registration(bridge, target, provider_class, config_type)
             return bridge
 
         return register
@@ -304,11 +324,16 @@ class DecoderBridge(MegatronModelBridge):
         return _make_registry(block for block in self.weights if not callable(block))
 
     def registry_for(self, config: Any) -> MegatronMappingRegistry:
-        registry = _make_registry(
+        declared = _make_registry(
             block(config) if callable(block) else block for block in self.weights
         )
+        if type(self).mapping_registry is not DecoderBridge.mapping_registry:
+            of_blocks = DecoderBridge.mapping_registry(self)
+            declared = declared.with_changes(of_blocks, self.mapping_registry())
         return heads.with_head(
-            registry, config, self.registration.model_type if self.registration else None
+            declared,
+            config,
+            self.registration.model_type if self.registration else None,
         )
 
     def spelled_as(

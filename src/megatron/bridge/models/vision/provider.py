@@ -238,7 +238,7 @@ class VisionGPTModelProvider(GPTModelProvider):
             self.freeze_vision_projection,
         )
         for name, parameter in model.named_parameters():
-            if frozen[_part_of_model(name)]:
+            if frozen[part_of_model(name)]:
                 parameter.requires_grad_(False)
 
 
@@ -256,9 +256,12 @@ class VisionHybridModelProvider(VisionGPTModelProvider, MambaModelProvider):
         return radio.as_stored(super()._build_tower(vision), self.radio_layer_scales)
 
 
-def _part_of_model(name: str) -> int:
-    """0 for the decoder, 1 for the tower, 2 for the projector."""
+LANGUAGE_MODEL, VISION_MODEL, VISION_PROJECTION = range(3)
+
+
+def part_of_model(name: str) -> int:
+    """Return the part of the model that has the parameter ``name``."""
     path = name.split(".")
     if path[0] != "vision":
-        return 0
-    return 2 if set(path) & set(PROJECTORS) else 1
+        return LANGUAGE_MODEL
+    return VISION_PROJECTION if set(path) & set(PROJECTORS) else VISION_MODEL

@@ -63,7 +63,7 @@ def default_callbacks(
         # on the batches as the user's callbacks see them
         None if rerun is None else Rerun(rerun, bool(config.model.fp16)),
         CheckpointSaving(),  # before the next batch is read
-        HFCopies() if config.checkpoint.also_hf else None,  # of what is published
+        HFCopies() if config.checkpoint.also_save_hf_checkpoint else None,  # of what is published
         Preemption(config),  # when every rank is done with the step
         ExitInterval(),  # a run stops only after it is saved
         SkipBatches(),  # last, when all callbacks are done with the step

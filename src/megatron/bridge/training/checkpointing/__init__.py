@@ -17,4 +17,11 @@ _CALLS += (
     "_load_model_weights_from_checkpoint",
 )
 
-__getattr__ = lazy_names(__name__, {name: f"{_HOME}:{name.removeprefix('_')}" for name in _CALLS})
+_FSDP = "megatron.bridge.compat.fsdp_checkpoints"
+_FSDP_CALLS = ("load_fsdp_dtensor_checkpoint", "save_fsdp_dtensor_checkpoint")
+
+__getattr__ = lazy_names(
+    __name__,
+    {name: f"{_HOME}:{name.removeprefix('_')}" for name in _CALLS}
+    | {name: f"{_FSDP}:{name}" for name in _FSDP_CALLS},
+)

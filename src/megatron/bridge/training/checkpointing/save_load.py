@@ -171,13 +171,13 @@ def run_state(run: Run) -> dict[str, Any]:
 def check_save(run: Run) -> None:
     """Fail before the first step if ``run`` could not be saved; all ranks call this.
 
-    A run that could not be exported is refused with ``also_hf``, else a note says so.
+    A run that could not be exported is refused with ``also_save_hf_checkpoint``, else a note says so.
     """
     run_state(run)
     problem = export_problem(run.config, run.model)
     if problem is None:
         return
-    if run.config.checkpoint.also_hf:
+    if run.config.checkpoint.also_save_hf_checkpoint:
         raise UserError(problem)
     print_rank_0(f"note: {problem}")
 
@@ -185,17 +185,23 @@ def check_save(run: Run) -> None:
 def export_problem(config: ConfigContainer, chunks: Sequence[Module]) -> str | None:
     """Return why the weights of a run cannot be exported to Hugging Face, or None.
 
-    The run may go on without ``checkpoint.also_hf``: its checkpoints can still be trained and served. Adapters have an
-    separate export.
+    The run may go on without ``checkpoint.also_save_hf_checkpoint``: its checkpoints can still be
+    trained and served. Adapters have a separate export.
     """
     checkpoint = config.checkpoint
-    declares_nothing = config.model.declared.hf_config is None and not checkpoint.also_hf
+    declares_nothing = (
+        config.model.declared.hf_config is None and not checkpoint.also_save_hf_checkpoint
+    )
     if config.peft is not None or declares_nothing:
         return None
     try:
         pretrained.check_export(chunks, checkpoint.pretrained_checkpoint)
     except UserError as error:
-        setting = "checkpoint.also_hf=True is impossible: " if checkpoint.also_hf else ""
+        setting = (
+            "checkpoint.also_save_hf_checkpoint=True is impossible: "
+            if checkpoint.also_save_hf_checkpoint
+            else ""
+        )
         return f"{setting}the checkpoints of this run cannot be exported to Hugging Face: {error}"
     return None
 

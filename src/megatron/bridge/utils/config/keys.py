@@ -19,6 +19,7 @@ MISSING: Any = object()
 """What a key that does not exist refers to."""
 
 OTHER_NAMES = {
+    "also_hf": "checkpoint.also_save_hf_checkpoint",
     "max_steps": "train.train_iters",
     "num_steps": "train.train_iters",
     "num_train_epochs": "train.num_epochs",

@@ -75,9 +75,17 @@ _NAMES_BY_MODULE = {
     ],
     "megatron.bridge.models.features.activations": ["gelu_fast", "gelu_new", "gelu_tanh", "xielu"],
     "megatron.bridge.backends.specs.layer_specs": ["decoder_block_spec", "layer_spec"],
+    "megatron.bridge.compat.layer_specs": [
+        "default_layer_spec",
+        "local_layer_spec",
+        "modelopt_mamba_stack_spec",
+        "modelopt_transformer_layer_spec",
+        "transformer_engine_layer_spec",
+        "transformer_engine_mamba_stack_spec",
+    ],
     "megatron.bridge.peft.canonical_lora": ["CanonicalLoRA"],
     "megatron.bridge.peft.dora": ["DoRA"],
-    "megatron.bridge.peft.lora": ["LoRA"],
+    "megatron.bridge.peft.lora": ["LoRA", "VLMLoRA"],
     "megatron.bridge.recipes.defaults": ["squad_example"],
 }
 """Module -> the names under which its classes and functions are written to YAML."""

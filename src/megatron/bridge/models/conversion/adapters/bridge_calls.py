@@ -2,8 +2,9 @@
 """The methods of ``AutoBridge`` for adapters."""
 
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from megatron.bridge.models.conversion.model_bridge import (
 )
 from megatron.bridge.models.hf_pretrained import PreTrainedCausalLM
 from megatron.bridge.utils import console, distributed
+from megatron.bridge.utils.errors import UserError
 
 Chunks = nn.Module | Sequence[nn.Module]
 
@@ -122,6 +124,40 @@ class AdapterCalls:
                 if path.name not in side_files.OF_MODEL:
                     shutil.copyfile(path, directory / path.name)
         side_files.write_chat_template(directory, chat_template)
+
+    def export_adapter_ckpt(
+        self,
+        peft_checkpoint: str | Path,
+        output_path: str | Path,
+        show_progress: bool = True,
+        exclude_adapter_base_prefixes: Iterable[str] | None = None,
+        expand_shared_outer: bool = False,
+    ) -> None:
+        """Write the adapters of a run's checkpoint for ``peft.PeftModel.from_pretrained``, in one process.
+
+        Args:
+            peft_checkpoint: run, or one of its checkpoints. This bridge has its base weights.
+            output_path: directory to create.
+            show_progress: print the path.
+            exclude_adapter_base_prefixes: only None; all adapters are written.
+            expand_shared_outer: has no effect: experts share no factors.
+
+        Raises:
+            UserError: there are no adapters, or they belong to other base weights.
+        """
+        del expand_shared_outer
+        if exclude_adapter_base_prefixes is not None:
+            raise UserError(
+                f"exclude_adapter_base_prefixes={list(exclude_adapter_base_prefixes)} would leave out "
+                "trained adapters: leave it out, and remove the tensors from the file if you must"
+            )
+        # imported by name, because the adapters' package is above this one
+        adapters = import_module("megatron.bridge.peft.checkpoint")
+        chunks = adapters.load_adapted(self, Path(peft_checkpoint))
+        template = model_io.trained_template(peft_checkpoint)
+        self.save_hf_adapter(
+            chunks, output_path, show_progress=show_progress, chat_template=template
+        )
 
     def load_hf_adapter(self, model: Chunks, path: str | Path) -> None:
         """Load the model's adapters from a directory in the format of the ``peft`` library.

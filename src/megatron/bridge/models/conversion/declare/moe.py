@@ -19,6 +19,8 @@ from megatron.bridge.models.conversion.mapping_registry import MegatronMappingRe
 from megatron.bridge.models.conversion.param_mapping import (
     AutoMapping,
     ConcatenatedGatedMLPMapping,
+    FusedExpertMapping,
+    FusedGatedExpertMapping,
     GatedMLPMapping,
     MegatronParamMapping,
     ReplicatedMapping,
@@ -330,11 +332,15 @@ def stacked_experts(
 ) -> Block:
     """The experts of a layer, stored in two tensors; the first one fuses gate and up projections."""
     parent = f"{layers}.{names}"
-    first = (
-        ConcatenatedGatedMLPMapping(name, f"{parent}.{up}") for name in expert_names("linear_fc1")
-    )
-    second = (AutoMapping(name, f"{parent}.{down}") for name in expert_names("linear_fc2"))
-    return tuple(mapping.stacked(turned) for mapping in (*first, *second))
+    first = [
+        FusedGatedExpertMapping(name, f"{parent}.{up}", transpose_on_export=turned)
+        for name in expert_names("linear_fc1")
+    ]
+    second = [
+        FusedExpertMapping(name, f"{parent}.{down}", transpose_on_export=turned)
+        for name in expert_names("linear_fc2")
+    ]
+    return (*first, *second)
 
 
 def stacked_mapping(megatron_name: str, hf_name: str) -> MegatronParamMapping:
@@ -345,8 +351,8 @@ def stacked_mapping(megatron_name: str, hf_name: str) -> MegatronParamMapping:
         hf_name: of the tensor of all experts; ``gate_up_proj`` has gate and up projection, one behind the other.
     """
     if hf_name.endswith("gate_up_proj"):
-        return ConcatenatedGatedMLPMapping(megatron_name, hf_name).stacked()
-    return AutoMapping(megatron_name, hf_name).stacked()
+        return FusedGatedExpertMapping(megatron_name, hf_name)
+    return FusedExpertMapping(megatron_name, hf_name)
 
 
 def as_stacked(

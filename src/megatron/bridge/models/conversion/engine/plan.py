@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron.bridge.backends.fsdp import sharded_rows
+from megatron.bridge.checkpoint import model_io
 from megatron.bridge.models.conversion.adapters.adapted_layers import AdaptedModule, in_adapter
 from megatron.bridge.models.conversion.declare.vocabulary import made_by
 from megatron.bridge.models.conversion.engine import exchange
@@ -236,6 +237,27 @@ def global_name(chunk: nn.Module, local_name: str) -> str:
     layer = chunk.get_submodule(f"{layer_match[1]}.{layer_match[2]}")
     layer_number = getattr(layer, "layer_number", int(layer_match[2]) + 1)
     return f"{layer_match[1]}.{layer_number - 1}.{local_name[layer_match.end() :]}"
+
+
+def megatron_local_name_to_global(
+    models: Any, config: Any, param_name: str, vp_stage: int | None = None
+) -> str:
+    """Return the name of a parameter of this rank in the full model, as a task's ``global_param_name``.
+
+    Args:
+        models: A chunk or all chunks of this rank, wrapped or not.
+        config: The model's config, which has the number of experts.
+        param_name: The name in its chunk.
+        vp_stage: Index of the chunk; None is the first one.
+    """
+    chunk = model_io.unwrap(model_io.as_chunks(models)[vp_stage or 0])
+    name = global_name(chunk, param_name)
+    expert = _EXPERT.fullmatch(name)
+    if expert is None or in_adapter(name):
+        return name
+    rank, ranks = exchange.rank_and_size(exchange.expert_group())
+    first = rank * (config.num_moe_experts // ranks)
+    return f"{expert[1]}{first + int(expert[2])}{expert[3]}"
 
 
 HeldParameters = dict[tuple[int, str], tuple[str, nn.Module, Tensor]]

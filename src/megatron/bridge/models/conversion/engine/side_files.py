@@ -252,8 +252,11 @@ def save_megatron(
     model: Any, path: str | Path, source: Any, planner: LazySavePlanner | None = None
 ) -> Path:
     """Save the chunks of a model as a Megatron checkpoint, with the tokenizer of ``source`` if it has one."""
-    files = tokenizer_files(source) if isinstance(source, PreTrainedCausalLM) else None
+    files = None
     described = {"model": to_plain(stored_provider.provider_of(model))}
+    if isinstance(source, PreTrainedCausalLM):
+        files = tokenizer_files(source)
+        described[model_io.HF_MODEL_ID] = str(source.model_name_or_path)
     return model_io.save_model(
         model_io.as_chunks(model), path, described, tokenizer_files=files, planner=planner
     )

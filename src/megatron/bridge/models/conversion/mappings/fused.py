@@ -11,10 +11,12 @@ from megatron.bridge.models.conversion.mappings.base import (
     AttentionHeads,
     AutoMapping,
     ColumnParallelMapping,
+    HFNames,
     HFRange,
     HFWeights,
     ShardSpec,
 )
+from megatron.bridge.utils.errors import UserError
 
 
 class QKVMapping(ColumnParallelMapping):
@@ -151,6 +153,53 @@ class InterleavedGatedMLPMapping(ColumnParallelMapping):
         for rank in range(shard.parts):
             yield HFRange(self.hf_param, 2 * rank * half, half, step=2)
             yield HFRange(self.hf_param, 2 * rank * half + 1, half, step=2)
+
+
+class FusedExpertMapping(AutoMapping):
+    """One projection of all experts, stacked along the first dimension of one Hugging Face tensor.
+
+    Args:
+        megatron_param: Name of one expert's parameter; the last wildcard is the index of the expert.
+        hf_param: Name of the tensor of all experts.
+        permute_dims: Only None; ``transpose_on_export`` says how matrices are stored.
+        transpose_on_export: Whether Hugging Face stores each expert's matrix as [in, out].
+    """
+
+    def __init__(
+        self,
+        megatron_param: str,
+        hf_param: HFNames,
+        permute_dims: tuple[int, ...] | None = None,
+        transpose_on_export: bool = False,
+    ) -> None:
+        _refuse_permutation(megatron_param, permute_dims)
+        super().__init__(megatron_param, hf_param)
+        self.is_stacked = True
+        self.transposed = transpose_on_export
+
+
+class FusedGatedExpertMapping(ConcatenatedGatedMLPMapping):
+    """Gate and up projections of all experts in one Hugging Face tensor; see ``FusedExpertMapping``."""
+
+    def __init__(
+        self,
+        megatron_param: str,
+        hf_param: HFNames,
+        permute_dims: tuple[int, ...] | None = None,
+        transpose_on_export: bool = False,
+    ) -> None:
+        _refuse_permutation(megatron_param, permute_dims)
+        super().__init__(megatron_param, hf_param)
+        self.is_stacked = True
+        self.transposed = transpose_on_export
+
+
+def _refuse_permutation(megatron_param: str, permute_dims: tuple[int, ...] | None) -> None:
+    if permute_dims is not None:
+        raise UserError(
+            f"permute_dims={permute_dims} of {megatron_param} is not supported: for experts stored as "
+            "[in, out] use transpose_on_export=True"
+        )
 
 
 class SwappedInputMapping(AutoMapping):

@@ -98,7 +98,7 @@ PATIENCE = 10.0  # seconds for which rank 0 waits before it tells the others tha
 
 
 class HFCopies(Callback):
-    """Rank 0 makes a Hugging Face copy of each published checkpoint, one after the other, with ``also_hf``."""
+    """With ``also_save_hf_checkpoint``, rank 0 makes a Hugging Face copy of each published checkpoint, one by one."""
 
     def __init__(self) -> None:
         self._running: CopyProcess | None = None

@@ -125,7 +125,7 @@ class StopProfiling(Callback):
 
 
 class _PyTorchTrace:
-    """A trace in Chrome's format for Perfetto: ``traces/steps_11-12/rank_0.json.gz``."""
+    """A trace in Chrome's format for Perfetto: ``traces/steps_11-12/rank_0.pt.trace.json.gz``."""
 
     def __init__(self, config: ProfilingConfig, met: int) -> None:
         self._config = config

@@ -55,7 +55,7 @@ class CheckpointConfig:
     """Load only weights from ``load``, and start at step 0."""
     async_save: bool = False
     """Write in the background. Training stops only while the state is copied."""
-    also_hf: bool = False
+    also_save_hf_checkpoint: bool = False
     """Make a Hugging Face copy of each checkpoint, ``hf_NNNNNNN`` next to ``iter_NNNNNNN``. A process of rank 0 on
     the CPU makes it while the training goes on. A copy is deleted with its checkpoint.
     """

@@ -117,7 +117,7 @@ def use_local_folders(config: RunConfig) -> Iterator[str]:
     saved = config.checkpoint
     on_a_disk = {
         "checkpoint.async_strategy=nvrx": saved.async_save and saved.async_strategy == "nvrx",
-        "checkpoint.also_hf=True": saved.also_hf,
+        "checkpoint.also_save_hf_checkpoint=True": saved.also_save_hf_checkpoint,
         "checkpoint.non_persistent_ckpt_type=global": saved.non_persistent_ckpt_type == "global",
         "ft": config.ft is not None,
     }

@@ -371,14 +371,17 @@ REQUIREMENTS = [
         remedy="set that, or use local with a folder in memory such as /dev/shm",
     ),
     Requirement(
-        On("checkpoint.also_hf"),
+        On("checkpoint.also_save_hf_checkpoint"),
         needs=[On("checkpoint.save")],
-        remedy="give a run folder, or set also_hf to False",
+        remedy="give a run folder, or set also_save_hf_checkpoint to False",
     ),
     Requirement(
-        On("checkpoint.also_hf"),
+        On("checkpoint.also_save_hf_checkpoint"),
         needs=[Equals("peft", None)],
-        remedy="checkpoints hold the adapters alone, set also_hf to False and export with megatron-bridge adapter",
+        remedy=(
+            "checkpoints hold the adapters alone, set also_save_hf_checkpoint to False and export with "
+            "megatron-bridge adapter"
+        ),
     ),
     Requirement(
         On("nvrx_straggler"),
