@@ -143,6 +143,8 @@ TOYS: dict[str, Toy] = {
         _qwen("qwen2_5_vl", "Qwen2_5_VLProcessor"),
         _qwen("qwen3_vl", "Qwen3VLProcessor"),
         _qwen("qwen3_vl_moe", "Qwen3VLProcessor"),
+        _qwen("qwen3_5_vl", "Qwen3VLProcessor"),
+        _qwen("qwen3_5_moe_vl", "Qwen3VLProcessor"),
         _glm("glm4v"),
         _glm("glm4v_moe"),
         Toy(

@@ -39,6 +39,8 @@ CELLS = [
     ("paligemma", "CP2", "padded"),
     ("paligemma", "PP2", "padding-free"),
     ("qwen3_vl", "CP2", "padded"),
+    ("qwen3_5_vl", "CP2", "packed"),
+    ("qwen3_5_moe_vl", "PP2", "packed"),
     ("mistral3", "TP2+SP", "packed"),
     ("smolvlm", "DP2", "padded"),
     *(("nemotron_nano_vl", layout, "padded") for layout in LAYOUTS),

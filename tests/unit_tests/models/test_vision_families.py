@@ -19,6 +19,7 @@ def test_numbers_and_bytes(vision_case, tmp_path, name):
     [
         "qwen2_5_vl",
         "qwen3_vl",
+        "qwen3_5_vl",
         "gemma3_vl",
         "paligemma2",
         "mistral3",

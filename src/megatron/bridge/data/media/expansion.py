@@ -61,7 +61,7 @@ class Expansion:
 
 
 class QwenPatches(Expansion):
-    """Qwen2-VL to Qwen3-VL: as many tokens as the resized image has groups of patches."""
+    """Qwen2-VL to Qwen3.6: as many tokens as the resized image has groups of patches."""
 
     has_patches = True
 
@@ -363,8 +363,11 @@ class Idefics(Expansion):
         return "".join(lines) + ("\n" if lines else "") + global_image
 
 
+QWEN = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe")
+"""Families with Qwen2-VL's patches, in which videos have a separate token."""
+
 EXPANSIONS: Mapping[str, type[Expansion]] = {
-    **dict.fromkeys(("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe"), QwenPatches),
+    **dict.fromkeys(QWEN, QwenPatches),
     **dict.fromkeys(("glm4v", "glm4v_moe"), GlmPatches),
     **dict.fromkeys(("idefics3", "smolvlm"), Idefics),
     "gemma3": Gemma,

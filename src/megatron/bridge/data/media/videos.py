@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megatron.bridge.data.media.expansion import Grid
+from megatron.bridge.data.media.expansion import QWEN, Grid
 from megatron.bridge.data.media.media_rules import PROCESSOR_ERRORS, MediaRules, loading
 from megatron.bridge.data.media.references import MAX_PIXELS as MAX_IMAGE_PIXELS
 from megatron.bridge.data.media.references import (
@@ -28,8 +28,7 @@ from megatron.bridge.data.media.references import (
 )
 from megatron.bridge.utils.errors import UserError, one_line
 
-_QWEN = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe")
-SUPPORTED = (*_QWEN, "glm4v", "glm4v_moe", "internvl", "smolvlm")
+SUPPORTED = (*QWEN, "glm4v", "glm4v_moe", "internvl", "smolvlm")
 _EXTRA = "uv pip install 'hf-megatron-bridge[vlm]'"
 MAX_FRAMES = 1_000_000  # a file with more frames is refused
 MAX_PIXELS = 2_000_000_000  # of the frames that are used: more would take more than 6 GB to decode
@@ -41,7 +40,7 @@ class VideoProcessor:
     def __init__(self, kind: str, rules: MediaRules, values: Any) -> None:
         self.processor = _load_processor(kind, rules)
         self.placeholder: str = self.processor.video_token
-        self.has_own_token = kind in _QWEN
+        self.has_own_token = kind in QWEN
         """Whether other tokens stand for videos than for images; if not, a video is a row of images."""
         self.splits_frames = kind.startswith("qwen3")
         self._token: str = self.placeholder if self.has_own_token else self.processor.image_token
