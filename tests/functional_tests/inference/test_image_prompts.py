@@ -25,10 +25,10 @@ from tests.unit_tests.inference.test_refit import Trainer
 
 TOKENS = 6
 SAMPLING = Sampling(max_new_tokens=TOKENS, ignore_eos=True, logprobs=0)
-QUICK = ("qwen2_5_vl", "qwen3_vl", "gemma3_vl", "paligemma")
+QUICK = ("qwen2_5_vl", "qwen3_vl", "gemma3_vl", "gemma4_vl", "paligemma")
 OTHERS = sorted(
-    set(toy_vision.TOYS) - {*QUICK, "nemotron_h_omni"}
-)  # its image processor needs torchvision
+    set(toy_vision.TOYS) - {*QUICK, "nemotron_h_omni", "gemma4_unified"}
+)  # the image processors of these need torchvision
 ONE_IMAGE = ("paligemma", "llava_onevision")
 
 

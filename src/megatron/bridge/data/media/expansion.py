@@ -121,6 +121,33 @@ class Gemma(Expansion):
         return f"\n\n{self.placeholder}{super().text(height, width)}{end}\n\n"
 
 
+class Gemma4(Expansion):
+    """Gemma 4: an image is resized, in its proportions, to at most a number of tokens."""
+
+    def count(self, height: int, width: int) -> int:
+        from transformers.models.gemma4.image_processing_pil_gemma4 import (
+            get_aspect_ratio_preserving_size,
+        )
+
+        images = self.processor
+        merged = images.pooling_kernel_size
+        sides = get_aspect_ratio_preserving_size(
+            height,
+            width,
+            patch_size=images.patch_size,
+            max_patches=images.max_soft_tokens * merged**2,
+            pooling_kernel_size=merged,
+        )
+        return math.prod(side // images.patch_size for side in sides) // merged**2
+
+    def text(self, height: int, width: int) -> str:
+        start, end = (
+            self.named(name, self.hf.convert_ids_to_tokens(self.values[f"{name}_id"]))
+            for name in ("boi_token", "eoi_token")
+        )
+        return f"{start}{super().text(height, width)}{end}"
+
+
 class PaliGemma(Expansion):
     """PaliGemma: each image has the same number of tokens; ``<bos>`` follows the last one."""
 
@@ -366,11 +393,15 @@ class Idefics(Expansion):
 QWEN = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe")
 """Families with Qwen2-VL's patches, in which videos have a separate token."""
 
+GEMMA4 = ("gemma4", "gemma4_unified")
+"""Families with padded patches, whose videos have a separate token and are not divided among ranks."""
+
 EXPANSIONS: Mapping[str, type[Expansion]] = {
     **dict.fromkeys(QWEN, QwenPatches),
     **dict.fromkeys(("glm4v", "glm4v_moe"), GlmPatches),
     **dict.fromkeys(("idefics3", "smolvlm"), Idefics),
     "gemma3": Gemma,
+    **dict.fromkeys(GEMMA4, Gemma4),
     "paligemma": PaliGemma,
     "nemotron_h_omni": NemotronOmni,
     "NemotronH_Nano_VL_V2": NemotronTiles,

@@ -36,7 +36,7 @@ _TEXT, _VISION, _TIED, _ROPE = (
 )
 _MROPE = ("mrope_section", "mrope_interleaved")
 _TWICE = ("video_temporal_patch_size",)  # transformers requires equal values in both parts
-_PARAMETERS = ("image_newline",)
+_PARAMETERS = ("image_newline", "embed_vision.pos_embedding")
 _OF_TEXT = (
     "model_type",
     "hidden_size",
