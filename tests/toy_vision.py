@@ -120,7 +120,12 @@ def _glm(row: str) -> Toy:
     images = {"patch_size": 4, "merge_size": 2, "temporal_patch_size": 2, "size": size}
     mark = "<|begin_of_image|><|image|><|end_of_image|>"
     film = mark.replace("image", "video")
-    processors = ("Glm4vImageProcessor", images), ("Glm4vProcessor", {}), "Glm4vVideoProcessor"
+    kind = "Glm46V" if row == "glm46v" else "Glm4v"
+    processors = (
+        (f"{kind}ImageProcessor", images),
+        (f"{kind}Processor", {}),
+        f"{kind}VideoProcessor",
+    )
     return Toy(row, "<|image|>", mark, *processors, film=film)
 
 
@@ -178,6 +183,7 @@ TOYS: dict[str, Toy] = {
         _qwen("qwen3_5_moe_vl", "Qwen3VLProcessor"),
         _glm("glm4v"),
         _glm("glm4v_moe"),
+        _glm("glm46v"),
         Toy(
             *("gemma3_vl", "<image_soft_token>", "<start_of_image>"),
             ("Gemma3ImageProcessor", {"size": _square(16)}),

@@ -352,6 +352,21 @@ MORE = (
         layouts=("tp2", "pp2", "cp2"),
     ),
     VisionRow(
+        "glm46v",
+        "Glm46VForConditionalGeneration",
+        {
+            "text_config": {**TEXT, **GLM_ROPE, "model_type": "glm4v_text"},
+            "vision_config": {**GLM_TOWER, "model_type": "glm4v_vision"},
+            **TOKENS,
+        },
+        image=patches,
+        video=video_as_images,
+        mixes=False,
+        mrope={"merge": 2, "split_frames": True},
+        **MROPE_TYPES,
+        layouts=("tp2", "sp2", "pp2", "vp2", "cp2", "dp2"),
+    ),
+    VisionRow(
         "glm4v_moe",
         "Glm4vMoeForConditionalGeneration",
         {
@@ -473,6 +488,31 @@ MORE = (
         },
         image=whole_images(4),
         layouts=("tp2", "pp2"),
+    ),
+    VisionRow(
+        "internvl_experts",
+        "InternVLForConditionalGeneration",
+        {
+            "text_config": {
+                **{key: value for key, value in LLAMA.items() if key != "intermediate_size"},
+                "model_type": "qwen3_moe",
+                "num_experts": 4,
+                "num_experts_per_tok": 2,
+                "moe_intermediate_size": 20,
+            },
+            "vision_config": {
+                **{
+                    key: SIGLIP[key]
+                    for key in ("hidden_size", "intermediate_size", "num_hidden_layers")
+                },
+                "num_attention_heads": 2,
+                "image_size": [16, 16],
+                "patch_size": [4, 4],
+            },
+            "image_token_id": IMAGE_TOKEN,
+        },
+        image=whole_images(4),
+        layouts=("ep2", "pp2", "cp2"),
     ),
     VisionRow(
         "mistral3",

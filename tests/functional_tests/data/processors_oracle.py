@@ -164,7 +164,7 @@ def films(name: str, folder: Path) -> Iterator[str]:
     ):
         if len(parts) > 1 and name in ("internvl", "smolvlm"):
             continue  # transformers cannot
-        limited = rules and not name.startswith(("glm4v", "internvl", "gemma4"))
+        limited = rules and not name.startswith(("glm4", "internvl", "gemma4"))
         rules = {**rules, "max_frames": 4} if limited else rules  # noqa: PLW2901
         media = MediaRules(str(folder), str(folder), **rules)
         encoder = RecordEncoder(
@@ -302,7 +302,7 @@ def _differing(encoder: RecordEncoder, sample: Any, expected: Any) -> Iterator[s
 
 def _theirs(kind: str, key: str, expected: Any) -> Any:
     """What transformers calls ``key``; frames of a video that are images are under another name there."""
-    if not kind.startswith("glm4v") or "video_grid_thw" not in expected:
+    if not kind.startswith("glm4") or "video_grid_thw" not in expected:
         return expected[key] if key in expected else expected["pixel_values_videos"][0]
     grids = expected["video_grid_thw"].tolist()
     split = {

@@ -98,7 +98,7 @@ def test_another_image_changes_the_answer(run_in_process, folders, name):
     assert abs(one.logprobs[0].logprob - other.logprobs[0].logprob) > 1e-5
 
 
-@pytest.mark.parametrize("name", ["qwen3_vl", "gemma3_vl"])
+@pytest.mark.parametrize("name", ["qwen3_vl", "qwen3_5_vl", "gemma3_vl", "gemma4_vl"])
 def test_answers_are_bitwise_those_of_any_company(run_in_process, folders, name):
     """Even where so little memory makes prompts begin again, and steps hold less than a prompt with images."""
     folder = folders(name)

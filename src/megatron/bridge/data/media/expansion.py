@@ -86,7 +86,7 @@ class QwenPatches(Expansion):
 
 
 class GlmPatches(QwenPatches):
-    """GLM-4.1V and GLM-4.5V: the limits count the pixels of two frames."""
+    """GLM-4.1V to GLM-4.6V: the limits count the pixels of two frames."""
 
     def _resized(self, height: int, width: int) -> tuple[int, int]:
         from transformers.models.glm4v.image_processing_pil_glm4v import smart_resize
@@ -396,9 +396,12 @@ QWEN = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_
 GEMMA4 = ("gemma4", "gemma4_unified")
 """Families with padded patches, whose videos have a separate token and are not divided among ranks."""
 
+GLM = ("glm4v", "glm46v", "glm4v_moe")
+"""Families of GLM, in whose videos frames are images."""
+
 EXPANSIONS: Mapping[str, type[Expansion]] = {
     **dict.fromkeys(QWEN, QwenPatches),
-    **dict.fromkeys(("glm4v", "glm4v_moe"), GlmPatches),
+    **dict.fromkeys(GLM, GlmPatches),
     **dict.fromkeys(("idefics3", "smolvlm"), Idefics),
     "gemma3": Gemma,
     **dict.fromkeys(GEMMA4, Gemma4),

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megatron.bridge.data.media.expansion import GEMMA4, QWEN, Grid
+from megatron.bridge.data.media.expansion import GEMMA4, GLM, QWEN, Grid
 from megatron.bridge.data.media.media_rules import PROCESSOR_ERRORS, MediaRules, loading
 from megatron.bridge.data.media.references import MAX_PIXELS as MAX_IMAGE_PIXELS
 from megatron.bridge.data.media.references import (
@@ -28,7 +28,7 @@ from megatron.bridge.data.media.references import (
 )
 from megatron.bridge.utils.errors import UserError, one_line
 
-SUPPORTED = (*QWEN, *GEMMA4, "glm4v", "glm4v_moe", "internvl", "smolvlm")
+SUPPORTED = (*QWEN, *GEMMA4, *GLM, "internvl", "smolvlm")
 _EXTRA = "uv pip install 'hf-megatron-bridge[vlm]'"
 MAX_FRAMES = 1_000_000  # a file with more frames is refused
 MAX_PIXELS = 2_000_000_000  # of the frames that are used: more would take more than 6 GB to decode
