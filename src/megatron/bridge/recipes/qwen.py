@@ -677,7 +677,8 @@ qwen35_vl_35b_a3b_finetune_config = finetune_recipe(
     layout(tp=2, ep=8, etp=1),
     what="Qwen3.5 VL 35B-A3B full fine-tuning",
     gpus=32,
-    memory_gb=73,
+    memory_gb=65,
+    recompute=["vision_model"],
 )
 qwen36_vl_27b_finetune_config = finetune_recipe(
     "Qwen/Qwen3.6-27B",
@@ -691,5 +692,6 @@ qwen36_vl_35b_a3b_finetune_config = finetune_recipe(
     layout(tp=2, ep=8, etp=1),
     what="Qwen3.6 VL 35B-A3B full fine-tuning",
     gpus=32,
-    memory_gb=73,
+    memory_gb=65,
+    recompute=["vision_model"],
 )
