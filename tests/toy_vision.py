@@ -80,6 +80,8 @@ class Toy:
         audio: class of the feature extractor; none if empty.
         film: what the template writes for a video.
         named: special tokens that the tokenizer has under a name.
+        text: keys of the text model that differ from those of the row.
+        video_options: arguments of the video processor.
     """
 
     row: str
@@ -92,6 +94,8 @@ class Toy:
     template: str = TEMPLATE
     audio: str = ""
     film: str = "<video>"
+    text: dict[str, Any] = field(default_factory=dict)
+    video_options: dict[str, Any] = field(default_factory=dict)
 
 
 def _qwen(row: str, processor: str) -> Toy:
@@ -116,8 +120,40 @@ def _glm(row: str) -> Toy:
     images = {"patch_size": 4, "merge_size": 2, "temporal_patch_size": 2, "size": size}
     mark = "<|begin_of_image|><|image|><|end_of_image|>"
     film = mark.replace("image", "video")
-    processors = ("Glm4vImageProcessor", images), ("Glm4vProcessor", {}), "Glm4vVideoProcessor"
+    kind = "Glm46V" if row == "glm46v" else "Glm4v"
+    processors = (
+        (f"{kind}ImageProcessor", images),
+        (f"{kind}Processor", {}),
+        f"{kind}VideoProcessor",
+    )
     return Toy(row, "<|image|>", mark, *processors, film=film)
+
+
+def _gemma4(row: str) -> Toy:
+    kind = "Gemma4Unified" if "unified" in row else "Gemma4"
+    merged = ROWS[row].config["vision_config"]["pooling_kernel_size"]
+    images = {"patch_size": 4, "pooling_kernel_size": merged, "max_soft_tokens": 70}
+    per_layer = "vocab_size_per_layer_input"
+    has_per_layer = per_layer in ROWS[row].config["text_config"]
+    return Toy(
+        *(row, "<|image|>", "<|image|>"),
+        (f"{kind}ImageProcessor", images),
+        (f"{kind}Processor", {}),
+        f"{kind}VideoProcessor",
+        named={
+            "boi_token": "<start_of_image>",
+            "eoi_token": "<end_of_image>",
+            "image_token": "<|image|>",
+            "boa_token": "<img>",
+            "eoa_token": "</img>",
+            "audio_token": "[IMG]",
+        },
+        audio=f"{kind}AudioFeatureExtractor",
+        film="<|video|>",
+        video_options={**images, "num_frames": 4},
+        # a window that is longer than an image
+        text={"sliding_window": 80, **({per_layer: VOCABULARY} if has_per_layer else {})},
+    )
 
 
 def _pixtral(row: str) -> Toy:
@@ -143,8 +179,11 @@ TOYS: dict[str, Toy] = {
         _qwen("qwen2_5_vl", "Qwen2_5_VLProcessor"),
         _qwen("qwen3_vl", "Qwen3VLProcessor"),
         _qwen("qwen3_vl_moe", "Qwen3VLProcessor"),
+        _qwen("qwen3_5_vl", "Qwen3VLProcessor"),
+        _qwen("qwen3_5_moe_vl", "Qwen3VLProcessor"),
         _glm("glm4v"),
         _glm("glm4v_moe"),
+        _glm("glm46v"),
         Toy(
             *("gemma3_vl", "<image_soft_token>", "<start_of_image>"),
             ("Gemma3ImageProcessor", {"size": _square(16)}),
@@ -155,6 +194,7 @@ TOYS: dict[str, Toy] = {
                 "image_token": "<image_soft_token>",
             },
         ),
+        *map(_gemma4, ("gemma4_vl", "gemma4_vl_small", "gemma4_unified")),
         Toy(
             *("paligemma", "<image>", "<image>"),
             ("SiglipImageProcessor", {"size": _square(16), "image_seq_length": 16}),
@@ -301,8 +341,13 @@ def hf_config(toy: Toy, tokenizer: Any, **changes: Any) -> Any:
     config[key] = tokenizer.convert_tokens_to_ids(toy.image)
     for other in ("video_token_id", "video_token_index"):
         if other in config:
-            config[other] = tokenizer.convert_tokens_to_ids("<|video_pad|>")
-    config["text_config"] |= {"vocab_size": VOCABULARY, "max_position_embeddings": 512}
+            has_other_token = toy.film == "<|video|>"
+            token = toy.film if has_other_token else "<|video_pad|>"
+            config[other] = tokenizer.convert_tokens_to_ids(token)
+    config["text_config"] |= {"vocab_size": VOCABULARY, "max_position_embeddings": 512, **toy.text}
+    for key in ("boi_token", "eoi_token"):
+        if key in toy.named and "boi_token_id" in model_class(row.model).config_class().to_dict():
+            config[f"{key}_id"] = tokenizer.convert_tokens_to_ids(toy.named[key])
     config |= changes
     found = model_class(row.model).config_class(**config)
     found.architectures = [row.model]
@@ -333,6 +378,8 @@ def save(name: str, folder: Path, weights: bool = False, **changes: Any) -> Path
     values = {"processor_class": toy.processor[0], **toy.processor[1]}
     path = folder / "processor_config.json"
     known = json.loads(path.read_text()) if path.exists() else {}
+    if toy.video_options:
+        values["video_processor"] = {"video_processor_type": toy.videos, **toy.video_options}
     path.write_text(json.dumps({**known, **values}))
     return folder
 

@@ -52,17 +52,25 @@ def _record(files: list[str]) -> dict:
     return {"messages": [{"role": "user", "content": [*parts, question]}, answer]}
 
 
+def sequence_of(folder: Path) -> int:
+    """Tokens of a row: an image of Gemma 4 has up to 70."""
+    kind = json.loads((folder / "config.json").read_text())["model_type"]
+    return 2 * SEQUENCE if kind.startswith("gemma4") else SEQUENCE
+
+
 def config(
     folder: Path, model=None, kind="padded", train=None, dataset=None, **blocks
 ) -> ConfigContainer:
     """The run in ``folder``; ``model``, ``train`` and ``dataset`` set single fields."""
     provider = AutoBridge.from_hf_pretrained(folder).to_megatron_provider(load_weights=False)
-    for name, value in {"seq_length": SEQUENCE, **(model or {})}.items():
+    for name, value in {"seq_length": sequence_of(folder), **(model or {})}.items():
         assert hasattr(provider, name), f"a provider has no {name}"
         setattr(provider, name, value)
     packed = kind == "packed"
     specs = (
-        PackedSequenceSpecs(packed_sequence_size=SEQUENCE, pad_seq_to_mult=4) if packed else None
+        PackedSequenceSpecs(packed_sequence_size=sequence_of(folder), pad_seq_to_mult=4)
+        if packed
+        else None
     )
     sizes = {"micro_batch_size": 1, "global_batch_size": 2} if packed else {}
     return ConfigContainer(
@@ -78,7 +86,7 @@ def config(
             "dataset": FinetuningDatasetConfig(
                 **{
                     "dataset_root": str(folder / "data"),
-                    "seq_length": SEQUENCE,
+                    "seq_length": sequence_of(folder),
                     "packed_sequence_specs": specs,
                     "padding_free": kind == "padding-free",
                     "do_test": False,

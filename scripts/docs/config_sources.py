@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from megatron.bridge.recipes.sizes import TEXT_MODEL
 from scripts.docs.generated import ROOT, GeneratedPart
 from scripts.docs.recipe_configs import CONFIGS, IDENTITY
 
@@ -81,8 +82,11 @@ def confirmed_keys(line: SourceLine, values: Mapping[str, Any]) -> set[str]:
 
 
 def checked_models() -> set[str]:
-    """Hub ids with at least one source."""
-    return {line.model for line in read_lines()}
+    """Hub ids with at least one source; a text model has that of the published model that it is a part of."""
+    published = {line.model for line in read_lines()}
+    return published | {
+        model for model in stored_models() if model.removesuffix(TEXT_MODEL) in published
+    }
 
 
 def table() -> str:
@@ -92,7 +96,7 @@ def table() -> str:
     for line in read_lines():
         by_model.setdefault(line.model, []).append(line)
     for model, config in stored_models().items():
-        source_lines = by_model.get(model, [])
+        source_lines = by_model.get(model.removesuffix(TEXT_MODEL), [])
         lines.append(_row(model, source_lines, stored_values(config)))
     return "\n".join(lines) + "\n"
 

@@ -31,8 +31,10 @@ def sources() -> list[Path]:
 
 
 def target(source: Path) -> Path:
-    """The file of the package that is made of ``source``."""
-    return CONFIGS / f"{source.stem.removesuffix('-text')}.json"
+    """The file of the package that is made of ``source``; ``-text`` distinguishes the text model of a published one."""
+    stem = source.stem.removesuffix("-text")
+    has_vision_file = (VISION / f"{stem}.json").is_file()
+    return CONFIGS / f"{source.stem if has_vision_file else stem}.json"
 
 
 def bridge_of(source: Path) -> Any:

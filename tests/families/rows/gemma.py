@@ -77,6 +77,18 @@ ROWS = [
         brief=True,
     ),
     Row(
+        "gemma4_unified_text",
+        "Gemma4UnifiedForCausalLM",
+        {
+            **{key: value for key, value in _GEMMA4.items() if "per_layer" not in key},
+            **_KEYS_ARE_VALUES,
+            "num_global_key_value_heads": 1,
+        },
+        ("tp2", "pp2"),
+        brief=True,
+        provider={"make_query_groups_divisible_by": 1},
+    ),
+    Row(
         "gemma4_one_key",
         "Gemma4ForCausalLM",
         {**_GEMMA4, **_PER_LAYER, **_FOUR_LAYERS, "num_key_value_heads": 1},

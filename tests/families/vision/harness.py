@@ -34,6 +34,7 @@ LAYOUTS = {
         "context_parallel_size": 2,
         "cp_comm_type": "all_gather",
     },
+    "tp4": {"tensor_model_parallel_size": 4, "sequence_parallel": True},
     "unshared": {"tensor_model_parallel_size": 2, "sequence_parallel": True, "share_images": False},
 }
 

@@ -10,7 +10,14 @@ from torch import Tensor
 
 from megatron.bridge.models.vision.merge import look_ahead, prompt_look_ahead
 from tests.families.row import Row
-from tests.families.vision.samples import IMAGE_TOKEN, LENGTH, Maker, Sample, make_sample
+from tests.families.vision.samples import (
+    IMAGE_TOKEN,
+    LENGTH,
+    VIDEO_TOKEN,
+    Maker,
+    Sample,
+    make_sample,
+)
 
 Media = dict[str, Tensor]
 
@@ -40,6 +47,8 @@ class VisionRow(Row):
     """A sample may have both an image and a video."""
     carried: tuple[str, ...] = ()
     """How names of tensors begin that are carried along."""
+    looks_ahead: bool = False
+    """The tokens of an image or a frame see each other both ways, besides Gemma 3, which ``types_as`` tells."""
     prompt: int = 0
     """Tokens at the beginning of a sample that see each other both ways."""
 
@@ -55,7 +64,9 @@ class VisionRow(Row):
             return prompt_look_ahead(
                 (torch.arange(LENGTH) >= self.prompt - 1).float()[None], [0, LENGTH]
             )
-        return look_ahead(sample.ids, IMAGE_TOKEN) if self.types_as == "token_type_ids" else None
+        if self.looks_ahead or self.types_as == "token_type_ids":
+            return look_ahead(sample.ids, IMAGE_TOKEN, VIDEO_TOKEN)
+        return None
 
     def samples(self, config: Any) -> list[Sample]:
         """One image, two of different sizes, none, a video, and both."""

@@ -8,6 +8,7 @@ from tests.families.vision.samples import (
     encoded_video,
     frames,
     packed_patches,
+    padded_patches,
     patches,
     pixtral,
     some_tiles,
@@ -15,6 +16,7 @@ from tests.families.vision.samples import (
     video,
     video_as_images,
     video_by_frames,
+    video_of_patches,
     whole_images,
 )
 
@@ -190,6 +192,48 @@ MINISTRAL3 = {
         "llama_4_scaling_beta": 0.3,
     }
 }
+GEMMA4 = {
+    **TEXT,
+    "head_dim": 8,  # scores have no scale of their own: wide heads would make rounding errors grow
+    "global_head_dim": 12,
+    "pad_token_id": 8,
+    "sliding_window": 9,
+    "layer_types": ["sliding_attention", "full_attention"] * 2,
+    "hidden_size_per_layer_input": 0,
+    "rope_parameters": {
+        "sliding_attention": {"rope_type": "default", "rope_theta": 50.0},
+        "full_attention": {
+            "rope_type": "proportional",
+            "partial_rotary_factor": 0.25,
+            "rope_theta": 1000.0,
+        },
+    },
+}
+GEMMA4_UNIFIED = {key: value for key, value in GEMMA4.items() if "per_layer" not in key}
+GEMMA4_TOWER = {
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 8,
+    "patch_size": 4,
+    "pooling_kernel_size": 2,
+    "position_embedding_size": 150,
+}
+GEMMA4_AUDIO = {
+    "hidden_size": 16,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "subsampling_conv_channels": [8, 4],
+    "output_proj_dims": 24,
+}
+GEMMA4_MEDIA = {
+    "image": padded_patches,
+    "video": video_of_patches,
+    "types_as": "mm_token_type_ids",
+}
+GEMMA4_TOKENS = {**TOKENS, "audio_token_id": 97}
 CLIP = {**SIGLIP, "model_type": "clip_vision_model", "num_hidden_layers": 3, "projection_dim": 16}
 LLAMA = {**TEXT, "model_type": "llama", "head_dim": 8}
 LIST = {"for_transformers": lambda media: {name: value[None] for name, value in media.items()}}
@@ -243,7 +287,35 @@ MORE = (
         video=video_by_frames,
         mrope={"merge": 2, "split_frames": True},
         **MROPE_TYPES,
+        layouts=("sp2", *ALL[2:]),
+        four=("tp2pp2",),
+    ),
+    VisionRow(
+        "qwen3_5_vl_tied",
+        "Qwen3_5ForConditionalGeneration",
+        {
+            "text_config": {
+                **TEXT,
+                **DELTA_NETS,
+                "layer_types": [
+                    "full_attention",
+                    "linear_attention",
+                    "linear_attention",
+                    "full_attention",
+                ],
+                "linear_num_key_heads": 4,
+                "num_key_value_heads": 1,
+            },
+            "vision_config": PLAIN_QWEN3_TOWER,
+            "tie_word_embeddings": True,
+            **TOKENS,
+        },
+        image=patches,
+        video=video_by_frames,
+        mrope={"merge": 2, "split_frames": True},
+        **MROPE_TYPES,
         layouts=("tp2", "pp2"),
+        four=("tp2cp2",),
     ),
     VisionRow(
         "qwen3_5_moe_vl",
@@ -265,7 +337,8 @@ MORE = (
         video=video_by_frames,
         mrope={"merge": 2, "split_frames": True},
         **MROPE_TYPES,
-        layouts=("ep2",),
+        layouts=("ep2", "tp2", "pp2", "vp2", "cp2", "etp2"),
+        four=("tp2pp2ep2",),
     ),
     VisionRow(
         "glm4v",
@@ -277,6 +350,21 @@ MORE = (
         mrope={"merge": 2, "split_frames": True},
         **MROPE_TYPES,
         layouts=("tp2", "pp2", "cp2"),
+    ),
+    VisionRow(
+        "glm46v",
+        "Glm46VForConditionalGeneration",
+        {
+            "text_config": {**TEXT, **GLM_ROPE, "model_type": "glm4v_text"},
+            "vision_config": {**GLM_TOWER, "model_type": "glm4v_vision"},
+            **TOKENS,
+        },
+        image=patches,
+        video=video_as_images,
+        mixes=False,
+        mrope={"merge": 2, "split_frames": True},
+        **MROPE_TYPES,
+        layouts=("tp2", "sp2", "pp2", "vp2", "cp2", "dp2"),
     ),
     VisionRow(
         "glm4v_moe",
@@ -402,6 +490,31 @@ MORE = (
         layouts=("tp2", "pp2"),
     ),
     VisionRow(
+        "internvl_experts",
+        "InternVLForConditionalGeneration",
+        {
+            "text_config": {
+                **{key: value for key, value in LLAMA.items() if key != "intermediate_size"},
+                "model_type": "qwen3_moe",
+                "num_experts": 4,
+                "num_experts_per_tok": 2,
+                "moe_intermediate_size": 20,
+            },
+            "vision_config": {
+                **{
+                    key: SIGLIP[key]
+                    for key in ("hidden_size", "intermediate_size", "num_hidden_layers")
+                },
+                "num_attention_heads": 2,
+                "image_size": [16, 16],
+                "patch_size": [4, 4],
+            },
+            "image_token_id": IMAGE_TOKEN,
+        },
+        image=whole_images(4),
+        layouts=("ep2", "pp2", "cp2"),
+    ),
+    VisionRow(
         "mistral3",
         "Mistral3ForConditionalGeneration",
         {
@@ -474,6 +587,100 @@ MORE = (
         image=whole_images(4),
         types_as="token_type_ids",
         layouts=("tp2", "sp2", "pp2", "cp2"),
+    ),
+    VisionRow(
+        "gemma4_vl",
+        "Gemma4ForConditionalGeneration",
+        {
+            "text_config": {
+                **GEMMA4,
+                "use_bidirectional_attention": "vision",
+                "attention_k_eq_v": True,
+                "num_key_value_heads": 4,
+                "num_global_key_value_heads": 2,
+                "final_logit_softcapping": 1.5,
+            },
+            "vision_config": {**GEMMA4_TOWER, "standardize": True},
+            "audio_config": None,
+            **GEMMA4_TOKENS,
+        },
+        **GEMMA4_MEDIA,
+        looks_ahead=True,
+        layouts=ALL,
+        four=("tp2cp2", "tp2pp2", "tp4"),
+    ),
+    VisionRow(
+        "gemma4_vl_small",
+        "Gemma4ForConditionalGeneration",
+        {
+            "text_config": {
+                **GEMMA4,
+                "num_hidden_layers": 6,
+                "layer_types": ["sliding_attention", "full_attention"] * 3,
+                "hidden_size_per_layer_input": 10,
+                "vocab_size_per_layer_input": 101,
+                "num_kv_shared_layers": 2,
+                "use_double_wide_mlp": True,
+            },
+            "vision_config": {**GEMMA4_TOWER, "use_clipped_linears": True},
+            "audio_config": GEMMA4_AUDIO,
+            **GEMMA4_TOKENS,
+        },
+        carried=("model.audio_tower.", "model.embed_audio."),
+        **GEMMA4_MEDIA,
+        layouts=("tp2", "sp2", "cp2", "dp2"),
+    ),
+    VisionRow(
+        "gemma4_vl_experts",
+        "Gemma4ForConditionalGeneration",
+        {
+            "text_config": {
+                **GEMMA4,
+                "use_bidirectional_attention": "vision",
+                "attention_k_eq_v": True,
+                "num_global_key_value_heads": 1,
+                "num_attention_heads": 6,
+                "num_key_value_heads": 3,
+                "enable_moe_block": True,
+                "num_experts": 6,
+                "top_k_experts": 3,
+                "moe_intermediate_size": 20,
+                "tie_word_embeddings": False,
+            },
+            "vision_config": {**GEMMA4_TOWER, "pooling_kernel_size": 3, "num_key_value_heads": 2},
+            "audio_config": None,
+            "tie_word_embeddings": False,
+            **GEMMA4_TOKENS,
+        },
+        **GEMMA4_MEDIA,
+        looks_ahead=True,
+        layouts=("ep2", "pp2", "vp2", "cp2"),
+    ),
+    VisionRow(
+        "gemma4_unified",
+        "Gemma4UnifiedForConditionalGeneration",
+        {
+            "text_config": {
+                **GEMMA4_UNIFIED,
+                "use_bidirectional_attention": "vision",
+                "attention_k_eq_v": True,
+                "num_global_key_value_heads": 1,
+            },
+            "vision_config": {
+                "patch_size": 4,
+                "pooling_kernel_size": 3,
+                "mm_embed_dim": 24,
+                "mm_posemb_size": 75,
+                "output_proj_dims": 24,
+            },
+            "audio_config": {"audio_embed_dim": 10},
+            **GEMMA4_TOKENS,
+        },
+        carried=("model.embed_audio.",),
+        **GEMMA4_MEDIA,
+        looks_ahead=True,
+        layouts=("tp2", "sp2", "pp2", "vp2", "cp2", "dp2"),
+        provider={"make_query_groups_divisible_by": 1},
     ),
     VisionRow(
         "nemotron_h_omni",

@@ -168,6 +168,46 @@ def whole_images(tokens: int) -> Maker:
     return make
 
 
+MERGED_SIZES = ((1, 2), (2, 2), (3, 1))  # of an image, in tokens
+MOST_TOKENS = 5
+
+
+def padded_patches(config: Any, which: int, generator: torch.Generator) -> Piece:
+    """An image as patches with their columns and rows, padded to the same number."""
+    pixels, places = _places(config.vision_config, MERGED_SIZES[which], generator)
+    height, width = MERGED_SIZES[which]
+    media = {"pixel_values": pixels, "image_position_ids": places}
+    return Piece(media, [IMAGE_TOKEN] * (height * width))
+
+
+def video_of_patches(config: Any, which: int, generator: torch.Generator) -> Piece:
+    """A video as padded patches of its frames, with text between them."""
+    height, width = MERGED_SIZES[which]
+    frames = [_places(config.vision_config, (height, width), generator) for _ in range(2 + which)]
+    media = {
+        "pixel_values_videos": torch.cat([pixels for pixels, _ in frames]),
+        "video_position_ids": torch.cat([places for _, places in frames]),
+        "num_frames_per_video": torch.tensor([len(frames)]),
+    }
+    return Piece(media, ([VIDEO_TOKEN] * (height * width) + [START]) * len(frames), VIDEO)
+
+
+def _places(
+    vision: Any, size: tuple[int, int], generator: torch.Generator
+) -> tuple[Tensor, Tensor]:
+    """Patches [1, most, values] of an image of ``size`` in tokens, and their columns and rows, -1 for padding."""
+    merged_side = getattr(vision, "model_patch_size", None)
+    side = 1 if merged_side else vision.pooling_kernel_size
+    height, width = size[0] * side, size[1] * side
+    count, most = height * width, MOST_TOKENS * side**2
+    pixels = torch.zeros(1, most, 3 * (merged_side or vision.patch_size) ** 2)
+    pixels[:, :count] = torch.rand(1, count, pixels.shape[-1], generator=generator)
+    places = torch.full((1, most, 2), -1)
+    rows, columns = torch.meshgrid(torch.arange(height), torch.arange(width), indexing="ij")
+    places[0, :count] = torch.stack((columns, rows), dim=-1).flatten(0, 1)
+    return pixels, places
+
+
 def some_tiles(config: Any, which: int, generator: torch.Generator) -> Piece:
     """An image as one to three tiles, each with a token for four patches."""
     side, count = config.force_image_size, (1, 2, 3)[which]

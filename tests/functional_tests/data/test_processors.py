@@ -41,7 +41,9 @@ def test_samples_equal_those_of_composite_processors():
     "names",
     [
         ("qwen2_5_vl",),
-        pytest.param(("qwen3_vl", "glm4v", "internvl", "smolvlm"), marks=pytest.mark.slow),
+        pytest.param(
+            ("qwen3_vl", "qwen3_5_vl", "glm4v", "internvl", "smolvlm"), marks=pytest.mark.slow
+        ),
     ],
     ids="+".join,
 )

@@ -25,6 +25,7 @@ from tests.workers import Processes, WorkerPool
 LAYOUTS = {
     "qwen2_5_vl": {"context_parallel_size": 2, "cp_comm_type": "all_gather"},
     "qwen3_vl": {"pipeline_model_parallel_size": 2},
+    "qwen3_5_vl": {"context_parallel_size": 2, "cp_comm_type": "all_gather"},
     "glm4v": {"tensor_model_parallel_size": 2, "sequence_parallel": True},
     "internvl": {},  # DP2
     "smolvlm": {"tensor_model_parallel_size": 2},

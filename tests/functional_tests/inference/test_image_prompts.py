@@ -25,10 +25,10 @@ from tests.unit_tests.inference.test_refit import Trainer
 
 TOKENS = 6
 SAMPLING = Sampling(max_new_tokens=TOKENS, ignore_eos=True, logprobs=0)
-QUICK = ("qwen2_5_vl", "qwen3_vl", "gemma3_vl", "paligemma")
+QUICK = ("qwen2_5_vl", "qwen3_vl", "gemma3_vl", "gemma4_vl", "paligemma")
 OTHERS = sorted(
-    set(toy_vision.TOYS) - {*QUICK, "nemotron_h_omni"}
-)  # its image processor needs torchvision
+    set(toy_vision.TOYS) - {*QUICK, "nemotron_h_omni", "gemma4_unified"}
+)  # the image processors of these need torchvision
 ONE_IMAGE = ("paligemma", "llava_onevision")
 
 
@@ -98,7 +98,7 @@ def test_another_image_changes_the_answer(run_in_process, folders, name):
     assert abs(one.logprobs[0].logprob - other.logprobs[0].logprob) > 1e-5
 
 
-@pytest.mark.parametrize("name", ["qwen3_vl", "gemma3_vl"])
+@pytest.mark.parametrize("name", ["qwen3_vl", "qwen3_5_vl", "gemma3_vl", "gemma4_vl"])
 def test_answers_are_bitwise_those_of_any_company(run_in_process, folders, name):
     """Even where so little memory makes prompts begin again, and steps hold less than a prompt with images."""
     folder = folders(name)

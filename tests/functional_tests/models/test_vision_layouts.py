@@ -34,6 +34,8 @@ def test_four_processes(four_workers, vision_case, tmp_path, name, layout):
     check(four_workers, vision_case(name), layout, tmp_path / "out")
 
 
-@pytest.mark.parametrize("name", ["qwen2_5_vl", "qwen3_vl", "gemma3_vl", "paligemma2"])
+@pytest.mark.parametrize(
+    "name", ["qwen2_5_vl", "qwen3_vl", "qwen3_5_vl", "gemma3_vl", "gemma4_vl_experts", "paligemma2"]
+)
 def test_packed_samples_under_context_parallelism(two_workers, vision_case, name):
     assert max(two_workers.run(harness.packed_error, vision_case(name), "cp2")) <= 1e-4

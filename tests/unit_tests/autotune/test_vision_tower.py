@@ -37,6 +37,8 @@ NAMES = [
     "qwen3_vl",
     "glm4v",
     "gemma3_vl",
+    "gemma4_vl",
+    "gemma4_unified",
     "llava",
     "internvl",
     "mistral3",

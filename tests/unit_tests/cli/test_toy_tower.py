@@ -13,6 +13,8 @@ from megatron.bridge.models.vision.tower import build_tower, dummy_media, encode
 NAMES = (
     *("qwen2_vl_2b_finetune_config", "qwen25_vl_7b_finetune_config", "qwen3_vl_8b_finetune_config"),
     *("gemma3_vl_4b_finetune_config", "glm_45v_finetune_config", "smolvlm2_256m_finetune_config"),
+    *("qwen35_vl_35b_a3b_finetune_config", "gemma4_vl_e4b_finetune_config"),
+    "gemma4_vl_12b_finetune_config",
 )
 
 

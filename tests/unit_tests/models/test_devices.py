@@ -55,6 +55,7 @@ READ_BY_TRANSFORMERS = (
     "smolvlm",
     "nemotron_h_omni",
     "nemotron_h_omni_experts",
+    *("gemma4_vl", "gemma4_vl_small", "gemma4_vl_experts", "gemma4_unified"),
 )  # docs/gpu.md names them
 
 

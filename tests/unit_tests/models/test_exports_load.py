@@ -6,6 +6,7 @@ import json
 import pytest
 import torch
 import transformers
+from safetensors.torch import load_file, save_file
 
 from megatron.bridge import AutoBridge
 from megatron.bridge.checkpoint import model_io
@@ -120,7 +121,9 @@ def test_an_embedding_model_is_a_megatron_checkpoint(name, tmp_path):
     assert first.read_bytes() == second.read_bytes()
 
 
-@pytest.mark.parametrize("name", ["qwen2_5_vl", "gemma3_vl"])
+@pytest.mark.parametrize(
+    "name", ["qwen2_5_vl", "qwen3_5_vl", "gemma3_vl", "gemma4_vl_small", "gemma4_unified"]
+)
 def test_a_model_with_a_vision_tower_loads(name, tmp_path):
     """A merged adapter makes new tensors; those of the tower are copied."""
     vision_harness.make_reference(VISION_ROWS[name], tmp_path)
@@ -131,6 +134,51 @@ def test_a_model_with_a_vision_tower_loads(name, tmp_path):
     adapted = LoRA(dim=2, target_modules=["linear_qkv", "linear_fc2"])(model)
     source.save_hf_pretrained(adapted, tmp_path / "merged", show_progress=False)
     assert loading_problems(tmp_path / "merged") == {}
+
+
+@pytest.mark.parametrize("name", ["gemma4_vl", "gemma4_vl_small"])
+def test_whether_images_are_seen_both_ways_is_written(name, tmp_path):
+    vision_harness.make_reference(VISION_ROWS[name], tmp_path)
+    sees_both_ways = VISION_ROWS[name].looks_ahead
+    export(tmp_path / "hf", tmp_path / "out", {"bidirectional_images": not sees_both_ways})
+    text = json.loads((tmp_path / "out/config.json").read_text())["text_config"]
+    assert text["use_bidirectional_attention"] == (None if sees_both_ways else "vision")
+    read_again = AutoBridge.from_hf_pretrained(tmp_path / "out").to_megatron_provider()
+    assert read_again.bidirectional_images is not sees_both_ways
+
+
+def test_keys_and_values_of_layers_that_share_others_are_copied(tmp_path):
+    """Published checkpoints of Gemma 4 E2B and E4B have them, and transformers does not load them."""
+    vision_harness.make_reference(VISION_ROWS["gemma4_vl_small"], tmp_path)
+    source = tmp_path / "hf"
+    index = json.loads((source / "model.safetensors.index.json").read_text())
+    file = source / index["weight_map"]["model.language_model.norm.weight"]
+    layer = "model.language_model.layers.5.self_attn"
+    unused = {
+        f"{layer}.k_proj.weight": torch.randn(24, 32),
+        f"{layer}.v_proj.weight": torch.randn(24, 32),
+        f"{layer}.k_norm.weight": torch.randn(12),
+    }
+    save_file({**load_file(file), **unused}, file, metadata={"format": "pt"})
+    index["weight_map"] |= dict.fromkeys(unused, file.name)
+    (source / "model.safetensors.index.json").write_text(json.dumps(index))
+    export(source, tmp_path / "out", {})
+    assert loading_problems(tmp_path / "out") == {}
+    exported = load_file(tmp_path / "out" / file.name)
+    assert all(exported[name].equal(value) for name, value in unused.items())
+
+
+def test_keys_that_transformers_never_reads_stay(tmp_path):
+    """Published files of Qwen3.5 have such keys in all parts."""
+    vision_harness.make_reference(VISION_ROWS["qwen3_5_vl"], tmp_path)
+    path = tmp_path / "hf/config.json"
+    config = json.loads(path.read_text())
+    config["vision_config"]["deepstack_visual_indexes"] = []
+    config["text_config"] |= {"mlp_only_layers": [], "output_gate_type": "swish"}
+    config |= {"language_model_only": False, "a_note": "of other software"}
+    path.write_text(json.dumps(config))
+    export(tmp_path / "hf", tmp_path / "out", {})
+    assert json.loads((tmp_path / "out/config.json").read_text()) == config
 
 
 def test_a_model_with_next_token_layers_loads_like_its_source(tmp_path):

@@ -43,7 +43,7 @@ def provider(name, **changes):
         ("gemma4_experts", {"recompute_modules": ["moe"]}, "recompute_modules=['moe']"),
         ("gemma4", {"make_query_groups_divisible_by": 2}, "model.make_query_groups_divisible_by=1"),
         ("gemma4", {"tensor_model_parallel_size": 3}, "divide the 2 key heads"),
-        ("gemma4_keys_are_values", {"tensor_model_parallel_size": 4}, "divide the 2 key heads"),
+        ("gemma4_keys_are_values", {"tensor_model_parallel_size": 3}, "divide the 2 key heads"),
     ],
 )
 def test_refusals(name, changes, said):

@@ -19,7 +19,9 @@ def test_numbers_and_bytes(vision_case, tmp_path, name):
     [
         "qwen2_5_vl",
         "qwen3_vl",
+        "qwen3_5_vl",
         "gemma3_vl",
+        "gemma4_vl_experts",
         "paligemma2",
         "mistral3",
         "ministral3_vl",

@@ -19,6 +19,12 @@ from tests.families.vision import harness
 TARGETS = {
     "qwen2_5_vl": ["linear_qkv", "vision.visual.blocks.*.qkv", "vision.visual.merger.mlp.0"],
     "qwen3_vl": ["linear_proj", "vision.visual.blocks.*.mlp.linear_fc1"],
+    "qwen3_5_vl": ["linear_proj", "vision.visual.blocks.*.attn.proj"],
+    "gemma4_vl": ["linear_qkv", "linear_fc2"],
+    "gemma4_vl_small": [
+        *("linear_qkv", "linear_proj", "vision.vision_tower.encoder.layers.*.q_proj.linear"),
+        "vision.embed_vision.embedding_projection",
+    ],
     "llava": [
         "linear_fc2",
         "vision.vision_tower.encoder.layers.0.*.q_proj",

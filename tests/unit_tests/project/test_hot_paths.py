@@ -52,6 +52,8 @@ ALLOWED = {
     "models/features/rope.py _ntk_alpha torch.arange": "when the model is built",
     "models/vision/tower.py _dummy_patches torch.ones": "an image in the place of none, for ranks without images",
     "models/vision/tower.py _dummy_patches torch.tensor": "the same",
+    "models/vision/tower.py _dummy_places torch.arange": "the same",
+    "models/vision/tower.py _dummy_places torch.ones": "the same",
     "models/vision/tower.py _dummy_tiles torch.tensor": "the same",
     "models/vision/tower.py dummy_media torch.ones": "the same",
     "models/vision/tower.py dummy_media torch.tensor": "the same",

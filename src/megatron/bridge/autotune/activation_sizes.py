@@ -156,7 +156,7 @@ def _tokens_of_image(config: ConfigContainer) -> int:
     if limit is None or "patch_size" not in tower:
         return 0
     # GLM's limit counts the pixels of all frames in a patch
-    frames = tower["temporal_patch_size"] if "glm4v" in model.vision["model_type"] else 1
+    frames = tower["temporal_patch_size"] if model.vision["model_type"].startswith("glm4") else 1
     return limit // (frames * (tower["patch_size"] * tower.get("spatial_merge_size", 1)) ** 2)
 
 

@@ -74,6 +74,8 @@ def _make_image(tower: Any, tokens: int) -> dict[str, Tensor]:
     if grid := next((name for name in media if name.startswith("image_grid")), None):
         media[grid] = media[grid] * torch.tensor([1, height, width][-media[grid].shape[-1] :])
         media["pixel_values"] = media["pixel_values"][:1].expand(int(media[grid].prod()), -1)
+    elif "image_position_ids" in media:
+        media = _padded_image(tower, tokens)
     elif tower.config.model_type == "mistral3":
         side = media["image_sizes"][0, 0]
         media["image_sizes"] = torch.stack((side * height, side * width))[None]
@@ -83,6 +85,22 @@ def _make_image(tower: Any, tokens: int) -> dict[str, Tensor]:
     return {
         name: value.to("meta", dtype) if value.is_floating_point() else value
         for name, value in media.items()
+    }
+
+
+def _padded_image(tower: Any, tokens: int) -> dict[str, Tensor]:
+    """Create one image of Gemma 4 of about ``tokens`` tokens, or of the most that the processor makes."""
+    tokens = min(tokens, getattr(tower.config, "vision_soft_tokens_per_image", None) or 280)
+    smallest = dummy_media(tower)["pixel_values"]
+    side = math.isqrt(smallest.shape[1])
+    height = math.isqrt(tokens)
+    width = tokens // height
+    rows, columns = torch.meshgrid(
+        torch.arange(height * side), torch.arange(width * side), indexing="ij"
+    )
+    return {
+        "pixel_values": smallest[:, :1].expand(1, rows.numel(), -1),
+        "image_position_ids": torch.stack((columns, rows), dim=-1).flatten(0, 1)[None],
     }
 
 

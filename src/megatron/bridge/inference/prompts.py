@@ -102,9 +102,10 @@ class PromptSight:
         if getattr(self._config, "bidirectional_prompt", False):
             return list(range(len(prompt)))[::-1]
         if getattr(self._config, "bidirectional_images", False) and hasattr(prompt, "images"):
-            later_tokens: list[int] = look_ahead(
-                torch.tensor([prompt]), self._config.image_token_id
-            )[0].tolist()
+            ahead = look_ahead(
+                torch.tensor([prompt]), self._config.image_token_id, self._config.video_token_id
+            )
+            later_tokens: list[int] = ahead[0].tolist()
             return later_tokens
         return None
 

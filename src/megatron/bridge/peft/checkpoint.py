@@ -168,24 +168,18 @@ def adapted_model(
     bridge = AutoBridge.from_hf_pretrained(
         base, trust_remote_code=trust_remote_code, adapter="none" if check else None
     )
-<<<<<<< HEAD
+    return bridge, load_adapted(bridge, path, check)
+
+
+def load_adapted(bridge: AutoBridge, checkpoint: Path, check_base: bool = True) -> list[Any]:
+    """Build the base model of ``bridge`` with the adapters of a checkpoint; see ``load_adapters``."""
     provider = bridge.to_megatron_provider()
-    directory, _ = saved_base(path)
+    directory, _ = saved_base(checkpoint)
     of_run = model_io.read_run_config(directory)["model"]
     for name in HEAD_SETTINGS:
         # a run can put a new head on a language model, whose first weights depend on nothing
         if of_run.get(name) is not None:
             setattr(provider, name, of_run[name])
     model = provider.provide_distributed_model(wrap_with_ddp=False)
-    load_adapters(model, path, check)
-    return bridge, model
-=======
-    return bridge, load_adapted(bridge, path, check)
-
-
-def load_adapted(bridge: AutoBridge, checkpoint: Path, check_base: bool = True) -> list[Any]:
-    """Build the base model of ``bridge`` with the adapters of a checkpoint; see ``load_adapters``."""
-    model = bridge.to_megatron_model(wrap_with_ddp=False)
     load_adapters(model, checkpoint, check_base)
     return model
->>>>>>> wC

@@ -3,6 +3,7 @@
 
 from megatron.bridge.recipes.builders import finetune_recipe, pretrain_recipe
 from megatron.bridge.recipes.options import layout
+from megatron.bridge.recipes.sizes import TEXT_MODEL
 
 # Gemma. Learning rates are our own: none are published.
 
@@ -125,7 +126,7 @@ gemma3_27b_pretrain_config = pretrain_recipe(
     lr=2e-4,
 )
 gemma4_26b_a4b_pretrain_config = pretrain_recipe(
-    GEMMA4_26B_A4B,
+    GEMMA4_26B_A4B + TEXT_MODEL,
     layout(tp=2, ep=8, etp=1),
     what="Gemma 4 26B-A4B (text) pretraining",
     gpus=32,
@@ -155,7 +156,7 @@ gemma3_27b_finetune_config = finetune_recipe(
     memory_gb=54,
 )
 gemma4_26b_a4b_finetune_config = finetune_recipe(
-    GEMMA4_26B_A4B,
+    GEMMA4_26B_A4B + TEXT_MODEL,
     layout(tp=2, ep=8, etp=1),
     what="Gemma 4 26B-A4B (text) full fine-tuning",
     gpus=16,
@@ -186,5 +187,41 @@ gemma3_vl_27b_finetune_config = finetune_recipe(
     layout(tp=8),
     what="Gemma 3 VL 27B full fine-tuning",
     gpus=16,
+    memory_gb=67,
+)
+
+# Gemma 4 with images. Learning rates are our own.
+#
+# The memory is for samples that consist of images, which are distributed evenly over tensor-parallel ranks.
+
+gemma4_vl_e4b_finetune_config = finetune_recipe(
+    "google/gemma-4-E4B-it",
+    layout(tp=2),
+    what="Gemma 4 VL E4B full fine-tuning",
+    gpus=8,
+    memory_gb=54,
+    lr=1e-5,
+    recompute=["vision_model"],
+)
+gemma4_vl_12b_finetune_config = finetune_recipe(
+    "google/gemma-4-12B-it",
+    layout(tp=4),
+    what="Gemma 4 VL 12B full fine-tuning",
+    gpus=8,
+    memory_gb=51,
+)
+gemma4_vl_26b_a4b_finetune_config = finetune_recipe(
+    GEMMA4_26B_A4B,
+    layout(tp=2, ep=8, etp=1),
+    what="Gemma 4 VL 26B-A4B full fine-tuning",
+    gpus=16,
+    memory_gb=66,
+    recompute=["vision_model"],
+)
+gemma4_vl_31b_finetune_config = finetune_recipe(
+    "google/gemma-4-31B-it",
+    layout(tp=8),
+    what="Gemma 4 VL 31B full fine-tuning",
+    gpus=32,
     memory_gb=67,
 )

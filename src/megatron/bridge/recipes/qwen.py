@@ -16,6 +16,7 @@ from megatron.bridge.recipes.options import (
     PretrainOptions,
     layout,
 )
+from megatron.bridge.recipes.sizes import TEXT_MODEL
 
 # Qwen 1.5. Learning rates are our own: none are published.
 
@@ -551,6 +552,7 @@ qwen3_235b_a22b_finetune_config = finetune_recipe(
 # Qwen3-Next and the text model of Qwen3.5: gated delta nets and attention. Learning rates are our own.
 
 QWEN3_NEXT_80B_A3B = "Qwen/Qwen3-Next-80B-A3B-Instruct"
+QWEN35_9B = "Qwen/Qwen3.5-9B"
 QWEN35_35B_A3B = "Qwen/Qwen3.5-35B-A3B"
 
 qwen3_next_80b_a3b_pretrain_config = pretrain_recipe(
@@ -564,7 +566,7 @@ qwen3_next_80b_a3b_pretrain_config = pretrain_recipe(
     lr=3e-4,
 )
 qwen35_9b_pretrain_config = pretrain_recipe(
-    "Qwen/Qwen3.5-9B",
+    QWEN35_9B + TEXT_MODEL,
     layout(tp=2),
     what="Qwen3.5 9B (text) pretraining",
     gpus=16,
@@ -573,7 +575,7 @@ qwen35_9b_pretrain_config = pretrain_recipe(
     lr=3e-4,
 )
 qwen35_35b_a3b_pretrain_config = pretrain_recipe(
-    QWEN35_35B_A3B,
+    QWEN35_35B_A3B + TEXT_MODEL,
     layout(tp=2, ep=8, etp=1),
     what="Qwen3.5 35B-A3B (text) pretraining",
     gpus=32,
@@ -590,10 +592,14 @@ qwen3_next_80b_a3b_finetune_config = finetune_recipe(
     memory_gb=67,
 )
 qwen35_9b_finetune_config = finetune_recipe(
-    "Qwen/Qwen3.5-9B", layout(tp=2), what="Qwen3.5 9B (text) full fine-tuning", gpus=8, memory_gb=56
+    QWEN35_9B + TEXT_MODEL,
+    layout(tp=2),
+    what="Qwen3.5 9B (text) full fine-tuning",
+    gpus=8,
+    memory_gb=56,
 )
 qwen35_35b_a3b_finetune_config = finetune_recipe(
-    QWEN35_35B_A3B,
+    QWEN35_35B_A3B + TEXT_MODEL,
     layout(tp=2, ep=8, etp=1),
     what="Qwen3.5 35B-A3B (text) full fine-tuning",
     gpus=32,
@@ -656,5 +662,36 @@ qwen3_vl_235b_a22b_finetune_config = finetune_recipe(
     gpus=128,
     memory_gb=71,
     embedding_and_loss_are_layers=True,
+    recompute=["vision_model"],
+)
+
+# Qwen3.5 and Qwen3.6 with their vision tower. Learning rates are our own.
+#
+# The memory is for samples that consist of images, which are distributed evenly over tensor-parallel ranks.
+
+qwen35_vl_9b_finetune_config = finetune_recipe(
+    QWEN35_9B, layout(tp=2), what="Qwen3.5 VL 9B full fine-tuning", gpus=8, memory_gb=69
+)
+qwen35_vl_35b_a3b_finetune_config = finetune_recipe(
+    QWEN35_35B_A3B,
+    layout(tp=2, ep=8, etp=1),
+    what="Qwen3.5 VL 35B-A3B full fine-tuning",
+    gpus=32,
+    memory_gb=65,
+    recompute=["vision_model"],
+)
+qwen36_vl_27b_finetune_config = finetune_recipe(
+    "Qwen/Qwen3.6-27B",
+    layout(tp=8),
+    what="Qwen3.6 VL 27B full fine-tuning",
+    gpus=32,
+    memory_gb=47,
+)
+qwen36_vl_35b_a3b_finetune_config = finetune_recipe(
+    "Qwen/Qwen3.6-35B-A3B",
+    layout(tp=2, ep=8, etp=1),
+    what="Qwen3.6 VL 35B-A3B full fine-tuning",
+    gpus=32,
+    memory_gb=65,
     recompute=["vision_model"],
 )

@@ -14,6 +14,8 @@ if TYPE_CHECKING:
     from megatron.bridge.models.gpt_provider import GPTModelProvider
 
 _CONFIGS = Path(__file__).with_name("configs")
+TEXT_MODEL = "-text"
+"""Ending of the text model of a published vision-language model, which has the same hub id without the ending."""
 _TRANSLATED = {"rope_scaling", "rope_theta"}
 """Keys that transformers translates. Its import takes longer than all other steps of a recipe."""
 
@@ -100,7 +102,8 @@ class CheckpointSize(Size):
 def size_of(hub_id: str, training: Mapping[str, Any] | None = None, **changes: Any) -> Size:
     """Return the size of the model ``hub_id``, whose config is in ``configs``.
 
-    With ``changes`` of its entries, the size was never published and uses the tokenizer of ``hub_id``.
+    The hub id of a vision-language model with the ending ``-text`` is its text model. With ``changes`` of its entries,
+    the size was never published and uses the tokenizer of ``hub_id``.
 
     Raises:
         UserError: the package has no config of ``hub_id``.
@@ -115,7 +118,8 @@ def size_of(hub_id: str, training: Mapping[str, Any] | None = None, **changes: A
         )
     numbers: dict[str, Any] = json.loads(file.read_text())
     size_class = VisionSize if "vision_config" in numbers else Size
-    return size_class(hub_id, {**numbers, **changes}, training or {}, published=not changes)
+    model_id = hub_id.removesuffix(TEXT_MODEL)
+    return size_class(model_id, {**numbers, **changes}, training or {}, published=not changes)
 
 
 def sized(model: Size | str) -> Size:

@@ -6,6 +6,7 @@
 """
 
 import json
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from math import isnan
@@ -146,6 +147,9 @@ def randomise(model: Any) -> None:
             parameter.normal_(parameter.mean().item() if is_norm else 0.0, width)
         for buffer in filter(torch.is_floating_point, persistent_buffers(model)):
             mean = buffer.float().mean().item()
+            if math.isinf(mean):  # limits start where they change nothing
+                buffer.copy_(math.copysign(1.0, mean) * (1 + 0.2 * torch.rand(buffer.shape)))
+                continue
             buffer.normal_(
                 mean, 0.2 if buffer.dim() else abs(0.2 * mean)
             )  # a number alone may be a limit near zero

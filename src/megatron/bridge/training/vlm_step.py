@@ -85,7 +85,7 @@ def _sight(batch: dict[str, Any], config: Any) -> torch.Tensor:
     """How many tokens each token of full sequences sees ahead."""
     if config.bidirectional_prompt:
         return prompt_look_ahead(batch["loss_mask"], bounds_on_host(batch).tolist())
-    return look_ahead(batch["tokens"], config.image_token_id)
+    return look_ahead(batch["tokens"], config.image_token_id, config.video_token_id)
 
 
 def _places(batch: dict[str, Any], config: Any) -> dict[str, Any]:

@@ -171,6 +171,8 @@ class TorchAttention(MegatronModule):
         if attention_mask is not None and is_mask_of_valid_tokens(attention_mask):
             self._check_valid_tokens(attention_mask, attn_mask_type or self.attn_mask_type)
             attention_mask = None
+        if attention_mask is not None and attention_mask.dtype != torch.bool:
+            attention_mask = self.ahead_of_layer(attention_mask)
         window = self._mask_window(attn_mask_type or self.attn_mask_type)
         attention_mask, window = looking_ahead(attention_mask, window)
         attend = self._attend_parallel if self._cp(packed_seq_params) else self._attend_local
@@ -178,6 +180,13 @@ class TorchAttention(MegatronModule):
             (query, key, value), attention_mask, window, packed_seq_params if packed else None
         ).flatten(2)
         return out.squeeze(1) if packed else out
+
+    def ahead_of_layer(self, ahead: Tensor | None) -> Tensor | None:
+        """Return ``ahead``, the number of later tokens that each token sees, or None if the layer is causal."""
+        is_causal = self.window_size is None and not getattr(
+            self.config, "bidirectional_full_layers", True
+        )
+        return None if is_causal else ahead
 
     def _check_valid_tokens(self, valid: Tensor, mask_type: AttnMaskType) -> None:
         """Refuse a mask [b, s] of valid tokens that changes what valid tokens see."""

@@ -57,7 +57,7 @@ class AttentionCache:
         """Store new keys and values [rows, 1, g, d], and return attention [rows, 1, h * dv], zeros for padding."""
         new = query[:, 0], key[:, 0], value[:, 0]
         out = query.new_zeros(len(query), query.size(2), self.values.size(2))
-        masks = core.masks or [span.ahead for span in self.step.spans]
+        masks = core.masks or [core.ahead_of_layer(span.ahead) for span in self.step.spans]
         if self.attends_at_once(core) and all(mask is None for mask in masks):
             self.store(*new[1:])
             form = self.step.extents, _window_of_core(core), core.scale, core.softmax_offset

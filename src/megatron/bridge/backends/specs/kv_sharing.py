@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from megatron.core.tensor_parallel import all_gather_last_dim_from_tensor_parallel_region
 from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.utils import is_layer_window_attention
@@ -72,9 +73,21 @@ class SharedKVAttention(SelfAttention):
     def _repeat_keys(
         self, _module: Any, _inputs: Any, outputs: tuple[Tensor, Any]
     ) -> tuple[Tensor, Any]:
-        grouped = outputs[0].unflatten(-1, (self.num_query_groups_per_partition, -1))
+        """Append each group's key as its value, and return this rank's part, which may cut a group."""
+        mixed = outputs[0]
+        tensor_group: Any = self.pg_collection.tp
+        groups = self.num_query_groups_per_partition
+        all_groups: int = self.config.num_query_groups or self.config.num_attention_heads
+        cuts_groups = all_groups < self.world_size
+        if cuts_groups:
+            mixed = all_gather_last_dim_from_tensor_parallel_region(mixed, group=tensor_group)
+            groups = all_groups
+        grouped = mixed.unflatten(-1, (groups, -1))
         keys = grouped[..., -self.hidden_size_per_attention_head :]
-        return torch.cat((grouped, keys), dim=-1).flatten(-2), outputs[1]
+        with_values = torch.cat((grouped, keys), dim=-1).flatten(-2)
+        if cuts_groups:
+            with_values = with_values.chunk(self.world_size, dim=-1)[tensor_group.rank()]
+        return with_values, outputs[1]
 
     def get_query_key_value_tensors(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
         """Compute queries, keys and values, each [s, b, heads, width], before the rotary embedding."""

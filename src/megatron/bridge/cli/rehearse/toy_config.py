@@ -411,8 +411,14 @@ _LAYERS = {
     "num_hidden_layers": 2,
     "num_heads": TOWER_HEADS,
     "num_attention_heads": TOWER_HEADS,
+    "num_key_value_heads": TOWER_HEADS,
 }
-_WIDTHS = {"embed_dim": TOWER_WIDTH, "intermediate_size": 2 * TOWER_WIDTH}
+_WIDTHS = {
+    "embed_dim": TOWER_WIDTH,
+    "intermediate_size": 2 * TOWER_WIDTH,
+    **dict.fromkeys(("mm_embed_dim", "output_proj_dims"), TOWER_WIDTH),
+    **dict.fromkeys(("mm_posemb_size", "position_embedding_size"), 128),
+}
 _CHOSEN_LAYERS = {"deepstack_visual_indexes": [0], "fullatt_block_indexes": [1]}
 _TOKENS_PER_SIDE = 2
 

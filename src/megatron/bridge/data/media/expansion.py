@@ -61,7 +61,7 @@ class Expansion:
 
 
 class QwenPatches(Expansion):
-    """Qwen2-VL to Qwen3-VL: as many tokens as the resized image has groups of patches."""
+    """Qwen2-VL to Qwen3.6: as many tokens as the resized image has groups of patches."""
 
     has_patches = True
 
@@ -86,7 +86,7 @@ class QwenPatches(Expansion):
 
 
 class GlmPatches(QwenPatches):
-    """GLM-4.1V and GLM-4.5V: the limits count the pixels of two frames."""
+    """GLM-4.1V to GLM-4.6V: the limits count the pixels of two frames."""
 
     def _resized(self, height: int, width: int) -> tuple[int, int]:
         from transformers.models.glm4v.image_processing_pil_glm4v import smart_resize
@@ -119,6 +119,33 @@ class Gemma(Expansion):
     def text(self, height: int, width: int) -> str:
         end = self.named("eoi_token", "<end_of_image>")
         return f"\n\n{self.placeholder}{super().text(height, width)}{end}\n\n"
+
+
+class Gemma4(Expansion):
+    """Gemma 4: an image is resized, in its proportions, to at most a number of tokens."""
+
+    def count(self, height: int, width: int) -> int:
+        from transformers.models.gemma4.image_processing_pil_gemma4 import (
+            get_aspect_ratio_preserving_size,
+        )
+
+        images = self.processor
+        merged = images.pooling_kernel_size
+        sides = get_aspect_ratio_preserving_size(
+            height,
+            width,
+            patch_size=images.patch_size,
+            max_patches=images.max_soft_tokens * merged**2,
+            pooling_kernel_size=merged,
+        )
+        return math.prod(side // images.patch_size for side in sides) // merged**2
+
+    def text(self, height: int, width: int) -> str:
+        start, end = (
+            self.named(name, self.hf.convert_ids_to_tokens(self.values[f"{name}_id"]))
+            for name in ("boi_token", "eoi_token")
+        )
+        return f"{start}{super().text(height, width)}{end}"
 
 
 class PaliGemma(Expansion):
@@ -363,11 +390,21 @@ class Idefics(Expansion):
         return "".join(lines) + ("\n" if lines else "") + global_image
 
 
+QWEN = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe")
+"""Families with Qwen2-VL's patches, in which videos have a separate token."""
+
+GEMMA4 = ("gemma4", "gemma4_unified")
+"""Families with padded patches, whose videos have a separate token and are not divided among ranks."""
+
+GLM = ("glm4v", "glm46v", "glm4v_moe")
+"""Families of GLM, in whose videos frames are images."""
+
 EXPANSIONS: Mapping[str, type[Expansion]] = {
-    **dict.fromkeys(("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe"), QwenPatches),
-    **dict.fromkeys(("glm4v", "glm4v_moe"), GlmPatches),
+    **dict.fromkeys(QWEN, QwenPatches),
+    **dict.fromkeys(GLM, GlmPatches),
     **dict.fromkeys(("idefics3", "smolvlm"), Idefics),
     "gemma3": Gemma,
+    **dict.fromkeys(GEMMA4, Gemma4),
     "paligemma": PaliGemma,
     "nemotron_h_omni": NemotronOmni,
     "NemotronH_Nano_VL_V2": NemotronTiles,

@@ -52,6 +52,7 @@ _TENSORS = (
     "pixel_values",
     "image_grid_thw",
     "image_grid_hw",
+    "image_position_ids",
     "image_sizes",
     "pixel_attention_mask",
 )
@@ -233,7 +234,8 @@ class MediaProcessor:
     def _own(self, media: Sequence[MediaReference]) -> list[list[bool]]:
         """Of each grid or tile whether this rank encodes it: shared out as the tower does it, images before videos."""
         rank, ranks = self.share or (0, 1)
-        if ranks == 1:
+        undivided = not self.has_grids and any(map(self._is_video, media))
+        if ranks == 1 or undivided:
             return [[True]] * len(media)
         sizes = [self._sizes(item) for item in media]
         order = sorted(range(len(media)), key=lambda index: self._is_video(media[index]))

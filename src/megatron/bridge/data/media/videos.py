@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megatron.bridge.data.media.expansion import Grid
+from megatron.bridge.data.media.expansion import GEMMA4, GLM, QWEN, Grid
 from megatron.bridge.data.media.media_rules import PROCESSOR_ERRORS, MediaRules, loading
 from megatron.bridge.data.media.references import MAX_PIXELS as MAX_IMAGE_PIXELS
 from megatron.bridge.data.media.references import (
@@ -28,8 +28,7 @@ from megatron.bridge.data.media.references import (
 )
 from megatron.bridge.utils.errors import UserError, one_line
 
-_QWEN = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe")
-SUPPORTED = (*_QWEN, "glm4v", "glm4v_moe", "internvl", "smolvlm")
+SUPPORTED = (*QWEN, *GEMMA4, *GLM, "internvl", "smolvlm")
 _EXTRA = "uv pip install 'hf-megatron-bridge[vlm]'"
 MAX_FRAMES = 1_000_000  # a file with more frames is refused
 MAX_PIXELS = 2_000_000_000  # of the frames that are used: more would take more than 6 GB to decode
@@ -41,8 +40,11 @@ class VideoProcessor:
     def __init__(self, kind: str, rules: MediaRules, values: Any) -> None:
         self.processor = _load_processor(kind, rules)
         self.placeholder: str = self.processor.video_token
-        self.has_own_token = kind in _QWEN
+        self.has_own_token = kind in (*QWEN, *GEMMA4)
         """Whether other tokens stand for videos than for images; if not, a video is a row of images."""
+        self._names: tuple[str, ...] = ("pixel_values_videos", "video_grid_thw")
+        if kind in GEMMA4:
+            self._names = ("pixel_values_videos", "video_position_ids", "num_frames_per_video")
         self.splits_frames = kind.startswith("qwen3")
         self._token: str = self.placeholder if self.has_own_token else self.processor.image_token
         self._per_second: float | None = (
@@ -114,7 +116,7 @@ class VideoProcessor:
 
     def _tensors(self, video: VideoReference, outputs: Any) -> dict[str, Tensor]:
         if self.has_own_token:
-            return {name: outputs[name] for name in ("pixel_values_videos", "video_grid_thw")}
+            return {name: torch.as_tensor(outputs[name]) for name in self._names}
         if "video_grid_thw" in outputs:
             return {
                 "pixel_values": outputs["pixel_values_videos"],

@@ -133,7 +133,10 @@ def _check_attention(config: Any) -> Iterator[str]:
         )
     ranks = config.tensor_model_parallel_size
     groups = config.global_query_groups or config.num_query_groups or config.num_attention_heads
-    if groups % ranks and (config.attention_k_eq_v or ranks % groups):
+    width = config.global_kv_channels or config.kv_channels or 1
+    rows = (config.num_attention_heads + groups) * width
+    cuts_rows = config.attention_k_eq_v and bool(rows % ranks)
+    if groups % ranks and (ranks % groups or cuts_rows):
         yield (
             f"tensor_model_parallel_size={ranks} does not divide the {groups} key heads of layers without a "
             "window: choose a size that does"

@@ -7,6 +7,7 @@ tensor-parallel rank computes this for its own tokens; only the embedding table 
 """
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Annotated, Any
 
@@ -42,10 +43,17 @@ class ReplicatedLinear(nn.Module):
 
 
 class PerLayerInputs(MegatronModule):
-    """The inputs of all layers, [s, b, layers, width], from token ids [b, s] and embeddings [s, b, hidden]."""
+    """The inputs of all layers, [s, b, layers, width], from token ids [b, s] and embeddings [s, b, hidden].
 
-    def __init__(self, config: Any) -> None:
+    Attributes:
+        layers: the layers, which take their inputs from ``own_input``.
+        is_deferred: whether ``give_to_layers`` is called once features of images are in the embeddings.
+    """
+
+    def __init__(self, config: Any, layers: list[TransformerLayer]) -> None:
         super().__init__(config)
+        vars(self)["layers"] = layers  # they are no submodules
+        self.is_deferred = False
         self.width = config.hidden_size_per_layer_input
         ranks = config.tensor_model_parallel_size
         rows = -(-config.vocab_size_per_layer_input // ranks) * ranks
@@ -73,6 +81,22 @@ class PerLayerInputs(MegatronModule):
             self.norm(projected.unflatten(-1, (-1, width)))
             + token_inputs.unflatten(-1, (-1, width))
         ) * 2**-0.5
+
+    def give_to_layers(self, ids: Tensor, embeddings: Tensor) -> None:
+        """Compute the inputs of all layers, and keep each until its layer runs."""
+        for layer, layer_input in zip(
+            vars(self)["layers"], self(ids, embeddings).unbind(-2), strict=True
+        ):
+            layer.own_input = layer_input
+
+    @contextmanager
+    def deferred(self) -> Iterator[None]:
+        """Leave ``give_to_layers`` to the caller instead of calling it after the embedding."""
+        self.is_deferred = True
+        try:
+            yield
+        finally:
+            self.is_deferred = False
 
 
 class PerLayerGate(nn.Module):
@@ -120,13 +144,12 @@ class PerLayerInputFeature(LayerFeature):
         if not config.hidden_size_per_layer_input:
             return
         layers = [module for module in model.modules() if isinstance(module, TransformerLayer)]
-        model.per_layer_inputs = PerLayerInputs(config)
+        model.per_layer_inputs = PerLayerInputs(config, layers)
 
         def compute(_: nn.Module, args: Any, kwargs: dict[str, Any], embeddings: Tensor) -> None:
             ids = kwargs["input_ids"] if "input_ids" in kwargs else args[0]
-            layer_inputs = model.per_layer_inputs(ids, embeddings).unbind(-2)
-            for layer, layer_input in zip(layers, layer_inputs, strict=True):
-                layer.own_input = layer_input
+            if not model.per_layer_inputs.is_deferred:
+                model.per_layer_inputs.give_to_layers(ids, embeddings)
 
         for layer in layers:
             layer.per_layer_gate = PerLayerGate(config)

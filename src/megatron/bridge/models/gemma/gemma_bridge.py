@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Gemma 1 to 4 and their relatives."""
 
+from collections.abc import Mapping
 from dataclasses import replace
+from typing import Any, ClassVar
 
 from megatron.bridge.models.families import (
     ACTIVATION,
@@ -19,6 +21,7 @@ from megatron.bridge.models.families import (
     WINDOWS,
     DecoderBridge,
     Field,
+    TensorEntry,
     VisionBridge,
     attention,
     ends,
@@ -29,6 +32,7 @@ from megatron.bridge.models.families import (
     post_norms,
     register_bridge,
     shared_kv_attention,
+    unused_keys_and_values,
 )
 
 GEMMA_LIKE = {
@@ -129,7 +133,10 @@ class Gemma4Bridge(DecoderBridge):
         "softmax_scale": 1.0,
     }
     # tokens of images, which this class has not, would see each other both ways
-    irrelevant = {"use_bidirectional_attention": (None, "vision")}
+    irrelevant = {
+        "use_bidirectional_attention": (None, "vision"),
+        "expert_intermediate_size": (None,),
+    }
     weights = (
         ends(),
         shared_kv_attention,
@@ -138,6 +145,26 @@ class Gemma4Bridge(DecoderBridge):
         post_norms("post_attention_layernorm", "post_feedforward_layernorm"),
         layer_ends(),
     )
+
+    def carried_by(self, config: Any, entries: Mapping[str, TensorEntry]) -> tuple[str, ...]:
+        """Return the tensors that shared keys and values replace."""
+        return (*super().carried_by(config, entries), *unused_keys_and_values(config, entries))
+
+
+@register_bridge("Gemma4UnifiedForCausalLM", model_type="gemma4_unified_text")
+class Gemma4UnifiedBridge(Gemma4Bridge):
+    """Gemma 4 12B, text: Gemma 4 without experts and per-layer embeddings."""
+
+    fields = tuple(
+        field for field in Gemma4Bridge.fields if field not in (*PER_LAYER_INPUTS, *EXPERTS_BESIDE)
+    )
+    irrelevant = {
+        **Gemma4Bridge.irrelevant,
+        "hidden_size_per_layer_input": (0, None),
+        "vocab_size_per_layer_input": None,
+        "enable_moe_block": (False,),
+        **dict.fromkeys(("num_experts", "top_k_experts", "moe_intermediate_size"), (None,)),
+    }
 
 
 @register_bridge("Gemma3ForConditionalGeneration", model_type="gemma3")
@@ -149,6 +176,97 @@ class Gemma3VLBridge(VisionBridge):
     other_names = LLAVA_OTHER_NAMES
     values = {"bidirectional_images": True}
     tied_unless_said = True
+
+
+_BIDIRECTIONAL = "use_bidirectional_attention"
+
+
+@register_bridge("Gemma4ForConditionalGeneration", model_type="gemma4")
+class Gemma4VLBridge(VisionBridge):
+    """Gemma 4 with images and videos, E2B to 31B and 26B-A4B; its audio part is carried along."""
+
+    texts = {"gemma4_text": "Gemma4ForCausalLM"}
+    tower = ("vision_tower", "embed_vision")
+    audio: ClassVar[tuple[str, ...]] = ("model.audio_tower.**", "model.embed_audio.**")
+    names = {
+        "model.": "model.language_model.",
+        "vision_tower.": "model.vision_tower.",
+        "embed_vision.": "model.embed_vision.",
+    }
+    # in layers without a window, attention is causal
+    values = {"bidirectional_full_layers": False}
+    tied_unless_said = True
+    irrelevant = {
+        # of the processor
+        **dict.fromkeys(
+            (
+                "default_output_length",
+                "image_seq_length",
+                "video_seq_length",
+                "vision_soft_tokens_per_image",
+            )
+        ),
+        "global_head_dim": None,  # of the text model, also written for the tower
+        "eoa_token_id": None,
+    }
+
+    def provider_of(self, config: Mapping[str, Any], raw: Mapping[str, Any]) -> Any:
+        provider = super().provider_of(config, raw)
+        provider.bidirectional_images = config["text_config"].get(_BIDIRECTIONAL) == "vision"
+        return provider
+
+    def changed_config(self, provider: Any, hf_config: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the changed keys, among them whether tokens of an image attend to each other both ways."""
+        changed = super().changed_config(provider, hf_config)
+        text = hf_config["text_config"]
+        if (text.get(_BIDIRECTIONAL) == "vision") != provider.bidirectional_images:
+            changed["text_config"] = self._written(
+                {**text, **changed.get("text_config", {})}, provider
+            )
+        return changed
+
+    def _written(self, text: dict[str, Any], provider: Any) -> dict[str, Any]:
+        written = super()._written(text, provider)
+        return {**written, _BIDIRECTIONAL: "vision" if provider.bidirectional_images else None}
+
+    def carried_by(self, config: Any, entries: Mapping[str, TensorEntry]) -> tuple[str, ...]:
+        """Return the tensors of the audio part, those of the text model, and the tower's if there is none."""
+        has_audio = any(name.startswith("model.embed_audio.") for name in entries)
+        if config.vision is not None:
+            has_audio = config.vision.get("audio_config") is not None
+        unused = unused_keys_and_values(config, entries)
+        audio = self.audio if has_audio else ()
+        return (*super().carried_by(config, entries), *unused, *audio)
+
+
+@register_bridge("Gemma4UnifiedForConditionalGeneration", model_type="gemma4_unified")
+class Gemma4UnifiedVLBridge(Gemma4VLBridge):
+    """Gemma 4 12B with images and videos, whose patches are projected without a tower; audio is carried along."""
+
+    texts = {"gemma4_unified_text": "Gemma4UnifiedForCausalLM"}
+    tower = tuple(
+        f"embed_vision.{part}"
+        for part in (
+            "patch_ln1",
+            "patch_dense",
+            "patch_ln2",
+            "pos_embedding",
+            "pos_norm",
+            "multimodal_embedder",
+        )
+    )
+    audio = ("model.embed_audio.**",)
+    names = {
+        "model.": "model.language_model.",
+        "embed_vision.": "model.vision_embedder.",
+        "embed_vision.multimodal_embedder": "model.embed_vision",
+    }
+    values = {}
+    irrelevant = {
+        **Gemma4VLBridge.irrelevant,
+        "num_soft_tokens": None,  # of the processor
+        "model_patch_size": None,
+    }
 
 
 @register_bridge("PaliGemmaForConditionalGeneration", model_type="paligemma")

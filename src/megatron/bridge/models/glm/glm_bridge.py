@@ -123,6 +123,11 @@ class GLM4VBridge(VisionBridge):
     values = {"mrope_section": [8, 12, 12]}
 
 
+@register_bridge("Glm46VForConditionalGeneration", model_type="glm46v")
+class GLM46VBridge(GLM4VBridge):
+    """GLM-4.6V Flash: GLM-4.1V with other frames of videos; GLM-4.6V itself has the architecture of GLM-4.5V."""
+
+
 @register_bridge("Glm4vMoeForConditionalGeneration", model_type="glm4v_moe")
 class GLM45VBridge(GLM4VBridge):
     """GLM-4.5V: GLM-4.5's decoder without multi-token prediction, positions on three axes."""

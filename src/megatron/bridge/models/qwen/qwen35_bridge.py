@@ -91,6 +91,8 @@ class Qwen35Bridge(DecoderBridge):
     fixed = _GATED_LIKE
     irrelevant = {
         "attn_output_gate": (True,),
+        "output_gate_type": ("swish",),
+        "mlp_only_layers": ([],),
         "full_attention_interval": None,  # it stands in for layer_types, which transformers always fills in
         # of the layer of multi-token prediction, which transformers leaves out, and of other software
         **dict.fromkeys(

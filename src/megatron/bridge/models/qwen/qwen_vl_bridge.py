@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Qwen2-VL to Qwen3.5 with images: positions on three axes."""
+"""Qwen2-VL to Qwen3.6 with images: positions on three axes."""
 
 from collections.abc import Mapping
 
@@ -56,11 +56,15 @@ class Qwen3VLMoEBridge(Qwen3VLBridge):
 
 @register_bridge("Qwen3_5ForConditionalGeneration", model_type="qwen3_5")
 class Qwen35VLBridge(Qwen3VLBridge):
-    """Qwen3.5 as it is published, 0.8B to 27B and with experts: the text model behind Qwen3-VL's tower."""
+    """Qwen3.5 and Qwen3.6 as published: the text model after Qwen3-VL's tower without its deeper features."""
 
     texts = {"qwen3_5_text": "Qwen3_5ForCausalLM"}
     text_values = {}
     values = {"mrope_interleaved": True, "mrope_section": [11, 11, 10]}
+    irrelevant = {
+        "deepstack_visual_indexes": ([],),  # of Qwen3-VL's tower
+        "language_model_only": (False,),  # of other software
+    }
 
 
 @register_bridge("Qwen3_5MoeForConditionalGeneration", model_type="qwen3_5_moe")

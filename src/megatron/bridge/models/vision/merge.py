@@ -29,10 +29,15 @@ def media_rows(input_ids: Tensor, image_token: int | None, video_token: int | No
     return rows
 
 
-def look_ahead(input_ids: Tensor, image_token: int | None) -> Tensor:
-    """For each token [b, s] of full sequences, the number of later tokens of the same image."""
+def look_ahead(
+    input_ids: Tensor, image_token: int | None, video_token: int | None = None
+) -> Tensor:
+    """For each token [b, s] of full sequences, the number of later tokens of the same image or frame."""
     places = torch.arange(input_ids.shape[1], device=input_ids.device).expand_as(input_ids)
-    inside = input_ids == image_token
+    inside = torch.zeros_like(input_ids, dtype=torch.bool)
+    for token in (image_token, video_token):
+        if token is not None:
+            inside |= input_ids == token
     end = torch.where(inside, input_ids.shape[1], places).flip(-1).cummin(-1).values.flip(-1)
     return torch.where(inside, end - 1 - places, 0)
 

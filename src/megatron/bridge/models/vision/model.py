@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Megatron's ``GPTModel``, or hybrid model, with a vision tower in front of it."""
 
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -105,11 +106,18 @@ class WithVision(LanguageModule):
         if parallel_state.get_context_parallel_world_size() == 1:
             merge.check_rows(rows, image_features)
         replaced = rows.to(input_ids.device, non_blocking=True) >= 0
-        text = input_ids.masked_fill(replaced, 0)  # placeholders may lie outside the vocabulary
-        embeddings = self.embedding(input_ids=text, position_ids=position_ids)
+        # placeholders may lie outside the vocabulary; their per-layer embeddings are those of padding
+        text = input_ids.masked_fill(replaced, config.embedding_padding_idx or 0)
+        per_layer_inputs: Any = getattr(self, "per_layer_inputs", None)
+        with per_layer_inputs.deferred() if per_layer_inputs else nullcontext():
+            embeddings = self.embedding(input_ids=text, position_ids=position_ids)
         if image_features is not None:
             embeddings = self._merged(embeddings, image_features, rows)
-        return embeddings if spare is None else sharing.Anchor.apply(embeddings, spare)  # type: ignore[return-value]
+        if spare is not None:
+            embeddings = sharing.Anchor.apply(embeddings, spare)
+        if per_layer_inputs:
+            per_layer_inputs.give_to_layers(text, embeddings)
+        return embeddings  # type: ignore[return-value]
 
     def _merged(self, embeddings: Tensor, image_features: Tensor, rows: Tensor) -> Tensor:
         places = merge.Places(rows, self.config.sequence_parallel, image_features.device)
@@ -120,10 +128,10 @@ class WithVision(LanguageModule):
 
     def _sight(self, input_ids: Tensor) -> Tensor | None:
         config: Any = self.config
-        token = config.image_token_id
+        ahead = merge.look_ahead(input_ids, config.image_token_id, config.video_token_id)
         if parallel_state.get_context_parallel_world_size() == 1:
-            return merge.look_ahead(input_ids, token)
-        if not bool((input_ids == token).any()):
+            return ahead
+        if not bool(ahead.any()):
             return None
         raise UserError(
             "attention_mask is missing: under context_parallel_size > 1 compute it from the full sequence with "

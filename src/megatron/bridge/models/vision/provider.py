@@ -80,6 +80,7 @@ PROJECTORS = (
     "deepstack_merger_list",
     "multi_modal_projector",
     "connector",
+    "embed_vision",
     "image_newline",
 )
 """Modules between tower and decoder: ``freeze_vision_projection``."""
@@ -104,7 +105,10 @@ class VisionGPTModelProvider(GPTModelProvider):
     freeze_vision_model: bool = False  # leave the tower as it is; its projector is trained
     freeze_vision_projection: bool = False  # leave what lies between tower and decoder as it is
     bidirectional_images: bool = (
-        False  # the tokens of an image attend to each other both ways (Gemma 3)
+        False  # the tokens of an image attend to each other both ways (Gemma 3 and 4)
+    )
+    bidirectional_full_layers: bool = (
+        True  # layers without a window attend both ways, too (not in Gemma 4)
     )
     bidirectional_prompt: bool = (
         False  # tokens before the first trained one attend both ways (PaliGemma)

@@ -167,6 +167,8 @@ def build_tower(
     text.pad_token_id = None
     if hasattr(text, "layers_block_type"):
         text.layers_block_type = []
+    if config.model_type == "gemma4":
+        config.audio_config = None  # its tower is as large as that of images
     try:
         with nullcontext() if initialize else no_init_weights():
             tower = _model_builder(config)(config, dtype=torch.float32)
@@ -220,6 +222,11 @@ def encode(tower: Any, media: Mapping[str, Tensor]) -> Features:
         raise UserError(
             f"media has {unknown[0]}, which {type(tower).__name__} does not take: remove it"
         )
+    device = next(tower.parameters()).device
+    media = {
+        name: value.to(device) if name.endswith("_position_ids") else value
+        for name, value in media.items()
+    }
     if tower.config.model_type in _LISTS_OF_IMAGES:
         media = {name: value[:, None] for name, value in media.items()}
     try:
@@ -297,6 +304,8 @@ def dummy_media(tower: Any) -> dict[str, Tensor]:
         side = round(1 / config.downsample_ratio)
         patches = torch.ones(side**2, config.vision_config.patch_dim)
         return {"pixel_values": patches, "image_grid_hw": torch.tensor([[side, side]])}
+    if config.model_type in ("gemma4", "gemma4_unified"):
+        return _dummy_places(config.vision_config)
     size = _image_side(config)
     pixels = torch.ones(1, getattr(config.vision_config, "num_channels", 3), size, size)
     if config.model_type == "mistral3":  # transformers fails with a single token
@@ -316,6 +325,18 @@ def _dummy_patches(vision: Any) -> dict[str, Tensor]:
     return {
         "pixel_values": torch.ones(merge**2, width),
         "image_grid_thw": torch.tensor([[1, merge, merge]]),
+    }
+
+
+def _dummy_places(vision: Any) -> dict[str, Tensor]:
+    """An image of one token, as patches with their columns and rows."""
+    merged_side = getattr(vision, "model_patch_size", None)
+    patch_side = merged_side or vision.patch_size
+    side = 1 if merged_side else vision.pooling_kernel_size
+    rows, columns = torch.meshgrid(torch.arange(side), torch.arange(side), indexing="ij")
+    return {
+        "pixel_values": torch.ones(1, side**2, 3 * patch_side**2),
+        "image_position_ids": torch.stack((columns, rows), dim=-1).flatten(0, 1)[None],
     }
 
 

@@ -16,6 +16,7 @@ from megatron.bridge.models.conversion.adapters import peft_format
 from megatron.bridge.models.conversion.engine import side_files
 from megatron.bridge.models.conversion.engine.plan import ConversionPlan, build_plan, tied_names
 from megatron.bridge.models.conversion.mapping_registry import MegatronMappingRegistry
+from megatron.bridge.models.conversion.mappings import patterns
 from megatron.bridge.models.conversion.model_bridge import (
     HFWeightTriple,
     HFWeightTuple,
@@ -44,10 +45,22 @@ class AdapterCalls:
         chunks: list[Any] = [model_io.unwrap(chunk) for chunk in model_io.as_chunks(model)]
         config = chunks[0].config
         registry = self._bridge.as_modules(self._bridge.registry_for(config))
-        plan = build_plan(registry, chunks)
+        plan = replace(build_plan(registry, chunks), buffers=self._carried_tensors(config))
         if not getattr(config, "share_embeddings_and_output_weights", False):
             return plan
         return replace(plan, ties=tied_names(registry))
+
+    def _carried_tensors(self, config: Any) -> tuple[str, ...]:
+        """Return the tensors of the source that belong to parts that the model lacks, such as audio."""
+        stored: dict[str, Any] = dict.fromkeys(
+            getattr(self.hf_pretrained, "stored_names", None) or ()
+        )
+        carried = self._bridge.carried_by(config, stored)
+        return tuple(
+            name
+            for name in stored
+            if any(patterns.match(pattern, name) is not None for pattern in carried)
+        )
 
     def export_adapter_weights(
         self,

@@ -275,7 +275,7 @@ def _brief_names(modules: Iterable[str], plan: ConversionPlan) -> list[str] | No
     """Return names for ``modules``: the last segment if it matches only these, otherwise the full names."""
     adapted = set(modules)
     names: dict[str, None] = {}
-    everywhere = {_module_of(name) for name in plan.hf_names}
+    everywhere = _modules_of_transformers(plan)
     for module in sorted(adapted):
         same = {
             candidate
@@ -289,6 +289,17 @@ def _brief_names(modules: Iterable[str], plan: ConversionPlan) -> list[str] | No
             else module
         ] = None
     return list(names) or None
+
+
+def _modules_of_transformers(plan: ConversionPlan) -> set[str]:
+    """Return the modules of transformers' model with tensors, also of parts that are copied, and their parents.
+
+    Gemma 4's towers have a module ``q_proj`` without tensors of its own, and ``peft`` cannot adapt it.
+    """
+    loaded = set(plan.buffers) - set(plan.unread)
+    modules = {_module_of(name) for name in (*plan.hf_names, *loaded)}
+    parents = {name.rpartition(".")[0] for name in modules}
+    return modules | parents
 
 
 def _brief_saved(modules: set[str], plan: ConversionPlan) -> list[str] | None:

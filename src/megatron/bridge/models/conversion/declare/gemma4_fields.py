@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Fields and blocks of Gemma 4: two head widths, KV sharing, per-layer embeddings, experts parallel to an MLP."""
 
-from collections.abc import Iterator, Mapping
+import re
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any, cast
 
@@ -94,6 +95,12 @@ def _sharing_pattern(count: int, config: Mapping[str, Any]) -> list[int] | None:
         raise UserError(
             f"num_kv_shared_layers={count} must leave layers of each kind with their own keys"
         )
+    has_no_inputs = not config.get("hidden_size_per_layer_input", 256)
+    if count and has_no_inputs and config.get("model_type") == "gemma4_text":
+        raise UserError(
+            f"num_kv_shared_layers={count} needs per-layer embeddings, without which transformers fails: set "
+            "hidden_size_per_layer_input, or num_kv_shared_layers=0"
+        )
     return [0] * (layers - count) + [1] * count if count else None
 
 
@@ -174,6 +181,19 @@ EXPERTS_BESIDE: tuple[Field, ...] = (
     ),
 )
 """Experts parallel to the feed-forward layer, if ``enable_moe_block`` is set."""
+
+
+_KEYS_AND_VALUES = re.compile(r"\blayers\.(\d+)\.self_attn\.[kv]_(?:proj|norm)\.")
+
+
+def unused_keys_and_values(config: Any, names: Iterable[str]) -> tuple[str, ...]:
+    """Return those of ``names`` that belong to projections of layers with shared keys and values.
+
+    Published checkpoints (E2B, E4B) have these tensors, which transformers does not load.
+    """
+    shared: list[int] = config.shared_kv_layers or []
+    layer_of = {name: int(found[1]) for name in names if (found := _KEYS_AND_VALUES.search(name))}
+    return tuple(name for name, layer in layer_of.items() if layer < len(shared) and shared[layer])
 
 
 class PerLayerVocabularyMapping(AutoMapping):

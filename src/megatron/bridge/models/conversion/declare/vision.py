@@ -36,7 +36,7 @@ _TEXT, _VISION, _TIED, _ROPE = (
 )
 _MROPE = ("mrope_section", "mrope_interleaved")
 _TWICE = ("video_temporal_patch_size",)  # transformers requires equal values in both parts
-_PARAMETERS = ("image_newline",)
+_PARAMETERS = ("image_newline", "embed_vision.pos_embedding")
 _OF_TEXT = (
     "model_type",
     "hidden_size",
@@ -212,8 +212,11 @@ class VisionBridge(DecoderBridge):
             full_config[_TEXT] = {**hf_config[_TEXT], **self._written(changed, provider)}
         vision: dict[str, Any] = provider.vision or {}
         for key, value in vision.items():
-            if key != _TEXT and key in hf_config and hf_config[key] != value:
-                full_config[key] = value
+            if key == _TEXT or key not in readable or readable[key] == value:
+                continue
+            # keys that transformers never reads are not in the provider, and stay as they are
+            is_part = isinstance(value, dict) and isinstance(hf_config[key], dict)
+            full_config[key] = {**hf_config[key], **value} if is_part else value
         return full_config
 
     def _written(self, text: dict[str, Any], provider: Any) -> dict[str, Any]:
