@@ -154,15 +154,17 @@ def test_unbalanced_experts_cost_time_and_memory(capsys):
 def test_what_a_model_itself_refuses_is_a_refused_layout(capsys):
     few = [
         "--fixed",
-        "tensor=4",
+        "tensor=2",
         "pipeline=1",
         "context=1",
         "virtual=1",
         "expert=8",
         "micro_batch=1",
     ]
-    assert main(["tune", "--recipe", "gemma4_26b_a4b_pretrain_config", *few]) == 1
-    assert "key heads" in capsys.readouterr().err
+    odd = "model.kv_lora_rank=511"
+    recipe = ["--recipe", "deepseek_v2_lite_pretrain_config", "--gpus", "8", "--gpu", "h100"]
+    assert main(["tune", *recipe, *few, odd]) == 1
+    assert "does not divide kv_lora_rank" in capsys.readouterr().err
 
 
 def test_a_cluster_has_links_of_its_own(capsys, tmp_path):

@@ -14,12 +14,14 @@ WITHOUT_DEFAULTS = {
     "DeciModelProvider",
     "DeepseekV2ModelProvider",
     "Dots1ModelProvider",
+    "Gemma4UnifiedVLModelProvider",
+    "Gemma4VLModelProvider",
     "HunYuanMoEV1ModelProvider",
     "Lfm2MoeModelProvider",
     "MiMoModelProvider",
     "NemotronNanoVLModelProvider",
 }
-"""Families whose config class in transformers needs arguments, or does not exist."""
+"""Families whose config class in transformers needs arguments, has no tower by default, or does not exist."""
 SIZES = {"num_layers": 2, "hidden_size": 64, "num_attention_heads": 4, "num_query_groups": 2}
 SIZES |= {"ffn_hidden_size": 128, "vocab_size": 128, "seq_length": 64}
 

@@ -35,6 +35,7 @@ from megatron.bridge.training.config import (
     ProfilingConfig,
     RerunStateMachineConfig,
     StragglerDetectionConfig,
+    ValidationConfig,
     rules,
 )
 from megatron.bridge.training.config.ranges import all_ranges
@@ -42,7 +43,7 @@ from megatron.bridge.training.config.resolve import resolve
 from megatron.bridge.training.config.resolve.findings import Hardware
 from megatron.bridge.training.config.rules import fields as rule_fields
 from megatron.bridge.training.config.rules import idle_settings, related_settings
-from megatron.bridge.training.config.rules.conditions import Equals, Exceeds
+from megatron.bridge.training.config.rules.conditions import Equals, Exceeds, On
 from megatron.bridge.training.config.rules.values import value_of
 from megatron.bridge.utils.errors import UserError
 from tests.toy_run import toy_config
@@ -956,6 +957,8 @@ def test_a_setting_needs_what_it_is_a_setting_of(key):
     blocks = {name: make() for name, make in BLOCKS.items()}
     if condition == Equals("grpo.loss_type", "sapo"):
         blocks["grpo"].loss_type = "vespo"
+    if condition == On("validation.eval_iters"):
+        blocks["validation"] = ValidationConfig(eval_iters=0)
     default = configured(blocks)
     assert not [*idle_settings.settings_have_effect(default, 1)]
     value = value_of(default, key)

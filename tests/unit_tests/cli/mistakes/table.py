@@ -654,8 +654,8 @@ COMMANDS = [
         ("nothing to merge", ["adapter", "merge"], ("--adapter", "--hf-path")),
         (
             "no tokenizer",
-            ["data", "preprocess", "--input", "/none"],
-            ("--output-prefix", "--tokenizer-model"),
+            ["data", "preprocess", "--input", "/none", "--output-prefix", "{tmp}/new"],
+            ("--tokenizer-model is missing", "directory or hub id"),
         ),
         ("no file", ["from-megatron-lm", "/none"], ("/none is neither a command line nor a file",)),
         ("no argument", ["from-megatron-lm", "pretrain_gpt.py --nope 3"], ("--nope",)),

@@ -12,7 +12,7 @@ from megatron.bridge.recipes.recipe import Recipe
 
 COLUMNS = ("recipe", "model", "size", "stage", "GPUs", "GB", "sequence", "precision")
 
-_SIZE = re.compile(r"A?\d[\d.x]*[BMT](-A[\d.]+[BM])?")
+_SIZE = re.compile(r"[AE]?\d[\d.x]*[BMT](-A[\d.]+[BM])?")
 _STAGE = re.compile(r" (?:pretraining|full fine-tuning|distilled|DPO|GRPO)\b")
 _PLAIN = 10_000  # columns: no line is truncated in a pipe
 

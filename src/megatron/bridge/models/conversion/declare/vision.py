@@ -173,6 +173,9 @@ class VisionBridge(DecoderBridge):
         )
 
     def _check(self, config: Mapping[str, Any]) -> None:
+        missing = [f"{name} is not set" for name in (_TEXT, _VISION) if not config.get(name)]
+        if missing:
+            raise ConfigError(missing)
         unknown = _unknown_vision_keys(config, self.irrelevant)
         problems = list(unknown.values())
         kind = config[_TEXT].get("model_type")
