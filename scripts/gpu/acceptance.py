@@ -111,6 +111,10 @@ STAGES = (
         "l", "generation", "greedy tokens against transformers in fp32, then Llama 3.2 1B in bf16", 90, 150,
         (at_most("texts that differ", 0), at_least("batch 32: decoding over transformers", 2)),
     ),
+    Stage(
+        "m", "predictions", "three steps against the tuner's predictions, from data sheets and from measured kernels",
+        180, 300,
+    ),
     Stage("j", "profile", "one step: the ten longest kernels and the time without any", 60, 90),
 )  # fmt: skip
 

@@ -41,6 +41,7 @@ GPU_TESTS = (
     "tests/functional_tests/training/test_on_gpu.py",
 )
 STEPS = {"tiny": 2, "quick": 6, "whole": 20}
+KERNEL_SECONDS = {"tiny": 2.0, "quick": 20.0, "whole": 45.0}  # to measure the kernels of each of three runs
 LAST, SAVED = 12, 3  # steps of the run that is killed, and the step that it saves
 
 
@@ -291,6 +292,28 @@ def experts(size: str, out: Path) -> None:
     import pretrain_gpu
 
     from megatron.bridge.backends.moe.grouped_experts import GroupedLinear, stack_weights
+
+    def copies(run: Any) -> dict[str, Any]:
+        layers = [
+            part
+            for chunk in run.model
+            for part in chunk.modules()
+            if isinstance(part, GroupedLinear)
+        ]
+        copied = [
+            one
+            for one in layers
+            if stack_weights(one.weights()).data_ptr() != one.weights()[0].data_ptr()
+        ]
+        return {"layers of experts": len(layers), "copies of experts": len(copied)}
+
+    emit(measure_run(pretrain_gpu.bridge_config(experts_arguments(size)), size, copies))
+
+
+def experts_arguments(size: str) -> argparse.Namespace:
+    """Four layers of Qwen3 30B-A3B, with microbatches of one sequence."""
+    import pretrain_gpu
+
     from megatron.bridge.recipes.sizes import size_of
 
     numbers = {**size_of("Qwen/Qwen3-30B-A3B").numbers, "num_hidden_layers": 4}
@@ -307,22 +330,57 @@ def experts(size: str, out: Path) -> None:
     pretrain_gpu.SHAPES["experts"] = numbers
     args = pretrain_arguments(size)
     args.shape, args.micro_batch_size = "experts", 1
+    return args
 
-    def copies(run: Any) -> dict[str, Any]:
-        layers = [
-            part
-            for chunk in run.model
-            for part in chunk.modules()
-            if isinstance(part, GroupedLinear)
-        ]
-        copied = [
-            one
-            for one in layers
-            if stack_weights(one.weights()).data_ptr() != one.weights()[0].data_ptr()
-        ]
-        return {"layers of experts": len(layers), "copies of experts": len(copied)}
 
-    emit(measure_run(pretrain_gpu.bridge_config(args), size, copies))
+def predictions(size: str, out: Path) -> None:
+    """Steps of three runs against those that are predicted: from data sheets, and from measured kernels of the card."""
+    import pretrain_gpu
+
+    from megatron.bridge.autotune.measure.machine import measure
+    from megatron.bridge.autotune.predict import predict
+    from megatron.bridge.autotune.profile import write
+    from megatron.bridge.autotune.search.search import Search
+    from megatron.bridge.utils import distributed
+
+    card = _card()
+    small = pretrain_arguments(size)
+    small.micro_batch_size = 1
+    runs = {
+        "dense": pretrain_arguments(size),
+        "dense, one sequence": small,
+        "experts": experts_arguments(size),
+    }
+    figures: dict[str, Any] = {"data sheet": card}
+    distributed.initialize()
+    for name, args in runs.items():
+        config = pretrain_gpu.bridge_config(args).resolve(1).config
+        search = Search(config, 1, card)
+        kernels = measure(config, search.pricer.shapes(search.current), KERNEL_SECONDS[size])
+        write(kernels, out / f"profile of {name}.json")
+        predicted = {
+            "data sheet": predict(config, 1, card).seconds,
+            "kernels": predict(config, 1, card, kernels).seconds,
+        }
+        found = measure_run(pretrain_gpu.bridge_config(args), size)
+        tokens = config.train.global_batch_size * config.dataset.seq_length
+        seconds = tokens / found["tokens/s"]
+        figures[f"{name}: measured, s"] = seconds
+        for source, value in predicted.items():
+            figures[f"{name}: predicted from {source}, s"] = value
+            figures[f"{name}: error from {source}"] = value / seconds - 1
+        emit(figures)
+        gc.collect()
+        if DEVICE == "cuda":
+            torch.cuda.empty_cache()
+
+
+def _card() -> str:
+    """The row of the table of GPUs for this one; H100 where there is none, or one that is not in the table."""
+    from megatron.bridge.autotune.gpus import GPUS
+
+    device = torch.cuda.get_device_name() if DEVICE == "cuda" else ""
+    return next((name for name in GPUS if name.split()[0] in device), "H100 80GB")
 
 
 def transformer_engine(size: str, out: Path) -> None:
@@ -570,7 +628,7 @@ STAGES: dict[str, Callable[[str, Path], None]] = {
         function.__name__: function
         for function in (
             families, pretrain, lora, packed, experts, resume, transformer_engine, generation, graphs, conversion,
-            profile,
+            predictions, profile,
         )
     },
 }  # fmt: skip
