@@ -41,7 +41,11 @@ GPU_TESTS = (
     "tests/functional_tests/training/test_on_gpu.py",
 )
 STEPS = {"tiny": 2, "quick": 6, "whole": 20}
-KERNEL_SECONDS = {"tiny": 2.0, "quick": 20.0, "whole": 45.0}  # to measure the kernels of each of three runs
+KERNEL_SECONDS = {
+    "tiny": 2.0,
+    "quick": 20.0,
+    "whole": 45.0,
+}  # to measure the kernels of each of three runs
 LAST, SAVED = 12, 3  # steps of the run that is killed, and the step that it saves
 
 
