@@ -22,6 +22,7 @@ from megatron.core.transformer.enums import AttnBackend
 
 from megatron.bridge.peft.lora import LoRA
 from megatron.bridge.utils.config.serialize import (
+    FORMER_NAMES,
     MARKERS,
     dump_yaml,
     from_plain,
@@ -311,3 +312,16 @@ def test_megatron_configs_round_trip():
 
     config = OptimizerConfig(lr=3e-4, bf16=True)
     assert dataclasses.asdict(load_yaml(dump_yaml(config))) == dataclasses.asdict(config)
+
+
+def test_fields_of_earlier_versions_are_read_under_their_names_of_today():
+    from megatron.bridge.training.config import CheckpointConfig
+
+    home = f"{CheckpointConfig.__module__}.CheckpointConfig"
+    read = from_plain({"_target_": home, "save": "runs/x", "also_hf": True})
+    assert read == CheckpointConfig(save="runs/x", also_save_hf_checkpoint=True)
+    with pytest.raises(UserError, match=r"also_hg is not a field of CheckpointConfig"):
+        from_plain({"_target_": home, "also_hg": True})
+    for (_, former), today in FORMER_NAMES.items():
+        assert today in {entry.name for entry in dataclasses.fields(CheckpointConfig)}
+        assert former not in {entry.name for entry in dataclasses.fields(CheckpointConfig)}

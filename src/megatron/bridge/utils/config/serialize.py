@@ -245,15 +245,20 @@ def _read_partial(mapping: dict[Any, Any], target: Any, path: str, problems: lis
     return functools.partial(target, **_read_value(mapping["_partial_"], path, problems))
 
 
+FORMER_NAMES = {("CheckpointConfig", "also_hf"): "also_save_hf_checkpoint"}
+"""A class and a field of it, as files of earlier versions name it -> its name today."""
+
+
 def _read_dataclass(
     mapping: dict[Any, Any], target: type[Any], path: str, problems: list[str]
 ) -> Any:
     known = [entry.name for entry in config_fields(target)]
     values: dict[str, Any] = {}
     before = len(problems)
-    for key, item in mapping.items():
-        if key == TARGET:
+    for written_key, item in mapping.items():
+        if written_key == TARGET:
             continue
+        key = FORMER_NAMES.get((target.__name__, written_key), written_key)
         if key not in known:
             hint = did_you_mean(str(key), known)
             problems.append(f"{_join_path(path, key)} is not a field of {target.__name__}{hint}")
