@@ -43,17 +43,19 @@ def load_functions(key: str, entries: Sequence[Any]) -> list[NamedFunction]:
 def _load_function(key: str, entry: Any) -> NamedFunction:
     if callable(entry):
         return NamedFunction(getattr(entry, "__name__", type(entry).__name__), entry)
-    place, separator, name = str(entry).rpartition(":")
-    if not isinstance(entry, str) or not separator or not place or not name.isidentifier():
+    source, separator, name = str(entry).rpartition(":")
+    if not isinstance(entry, str) or not separator or not source or not name.isidentifier():
         raise UserError(
             f"{key}: {entry!r} names no function: write package.module:function or "
             "path/to/file.py:function"
         )
-    module = _load_file(key, Path(place)) if place.endswith(".py") else _import_module(key, place)
+    module = (
+        _load_file(key, Path(source)) if source.endswith(".py") else _import_module(key, source)
+    )
     function = getattr(module, name, None)
     if not callable(function):
         raise UserError(
-            f"{key}={entry}: {place} has no function {name}{did_you_mean(name, dir(module))}"
+            f"{key}={entry}: {source} has no function {name}{did_you_mean(name, dir(module))}"
         )
     return NamedFunction(name, function)
 

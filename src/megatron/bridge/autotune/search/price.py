@@ -271,7 +271,7 @@ class Pricer:
         different = {
             id(module): module for stages in modules for inside in stages for module in inside
         }
-        counts = {place: self._count(module, sizes) for place, module in different.items()}
+        counts = {module_id: self._count(module, sizes) for module_id, module in different.items()}
         for stage, chunks in enumerate(plan):
             front = None if stage else self._with_tower
             counted = [

@@ -74,6 +74,11 @@ class ChatPlan:
     answer_format: AnswerFormat | None
     changes: dict[str, Any] = field(default_factory=dict)
 
+    @property
+    def sampling_changes(self) -> dict[str, Any]:
+        """The values of ``changes`` that are not empty, in a new mapping."""
+        return {name: value for name, value in self.changes.items() if value}
+
 
 def plan_chat(
     reader: PromptReader,
@@ -148,7 +153,7 @@ def plan_conversation(
         plan = plan_chat(reader, rest, read_options(given), tool_parser, location)
     except FieldError as error:
         raise UserError(f"{location}: {error}") from error
-    changes = {name: value for name, value in plan.changes.items() if value}
+    changes = plan.sampling_changes
     if "grammar" in changes and sampling.grammar is not None:
         raise UserError(
             f"{location}: grammar and the format of the answer, or a call that is demanded, exclude each other: remove "

@@ -70,9 +70,14 @@ class Episode:
 
     def seed_of_turn(self) -> int:
         """The seed of the next answer after results."""
-        position = f"{self.seed}:{self.index}:{len(self.tokens)}"
-        digest = hashlib.blake2b(position.encode(), digest_size=8).digest()
-        return int.from_bytes(digest, "big") >> 1
+        return derive_seed(self.seed, self.index, len(self.tokens))
+
+
+def derive_seed(*numbers: int) -> int:
+    """Return a seed of 63 bits that depends on the numbers and their order alone."""
+    position = ":".join(map(str, numbers))
+    digest = hashlib.blake2b(position.encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "big") >> 1
 
 
 def experts_of(completion: Completion) -> Tensor | None:

@@ -5,10 +5,10 @@ The engine runs in the same processes and layout as the training and reads its w
 ranks call the same functions; each data-parallel rank computes its share, and every rank gets all results.
 """
 
-import hashlib
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -34,7 +34,7 @@ from megatron.bridge.training.reinforcement.advantages import (
     score_rewards,
     weighted_sum,
 )
-from megatron.bridge.training.reinforcement.episodes import Episode, ToolTurns
+from megatron.bridge.training.reinforcement.episodes import Episode, ToolTurns, derive_seed
 from megatron.bridge.training.reinforcement.rewards import ScoredCompletion
 from megatron.bridge.training.reinforcement.tools import Toolbox
 from megatron.bridge.training.state import Run
@@ -112,8 +112,7 @@ class PromptStream:
         """The next prompt, and the seed of its completions."""
         position = self.drawn
         self.drawn += 1
-        digest = hashlib.blake2b(f"{self._seed}:{position}".encode(), digest_size=8).digest()
-        return prompt_at(self._dataset, position), int.from_bytes(digest, "big") >> 1
+        return prompt_at(self._dataset, position), derive_seed(self._seed, position)
 
 
 def generate_rollouts(
@@ -139,11 +138,7 @@ def generate_rollouts(
     count = run.config.train.global_batch_size * settings.steps_per_generation
     needed = count // settings.num_generations
     started = time.perf_counter()
-    with (
-        gathered_params(run.model),
-        evaluation_mode(run.model),
-        Engine(run.model, engine_config(run, settings), _transformers_tokenizer(run)) as engine,
-    ):
+    with _open_engine(run, settings) as engine:
         turns = tool_turns(run, settings, toolbox) if toolbox else None
         groups: list[_Group] = []
         tables: list[Tensor] = []
@@ -208,17 +203,24 @@ def evaluate_prompts(
     count = settings.num_generations_eval or settings.num_generations
     completions = run.config.validation.eval_iters * run.config.train.global_batch_size
     needed = min(max(1, completions // count), prompts.count)
-    with (
-        gathered_params(run.model),
-        evaluation_mode(run.model),
-        Engine(run.model, engine_config(run, settings), _transformers_tokenizer(run)) as engine,
-    ):
+    with _open_engine(run, settings) as engine:
         turns = tool_turns(run, settings, toolbox) if toolbox else None
         drawn = [prompts.draw() for _ in range(needed)]
         groups = complete_prompts(run, engine, settings, drawn, count, turns)
         table = score([completion for group in groups for completion in group.completions])
     metrics = _metrics(groups, table, weighted_sum(table, settings), names)
     return metrics if turns is None else metrics | _tool_metrics(groups)
+
+
+@contextmanager
+def _open_engine(run: Run, settings: GRPOConfig) -> Iterator[Engine]:
+    """An engine on the weights of the run, which are as they were behind it."""
+    with (
+        gathered_params(run.model),
+        evaluation_mode(run.model),
+        Engine(run.model, engine_config(run, settings), _transformers_tokenizer(run)) as engine,
+    ):
+        yield engine
 
 
 def engine_config(run: Run, settings: GRPOConfig) -> EngineConfig:
@@ -316,7 +318,7 @@ class _Answer:
 def _sampling(
     settings: GRPOConfig, max_new_tokens: int, seed: int, plan: ChatPlan | None
 ) -> Sampling:
-    changes = {} if plan is None else {name: value for name, value in plan.changes.items() if value}
+    changes = {} if plan is None else plan.sampling_changes
     return Sampling(
         max_new_tokens=max_new_tokens,
         temperature=settings.temperature,
@@ -344,8 +346,8 @@ def _ask_again(engine: Engine, settings: GRPOConfig, episode: Episode, turns: To
     """Let the model answer the results of its calls."""
     tokens = [*episode.prompt.tokens, *episode.tokens]
     plan = turns.plan(tokens)
-    room = settings.max_completion_length - len(episode.tokens)
-    sampling = _sampling(settings, room, episode.seed_of_turn(), plan)
+    remaining_tokens = settings.max_completion_length - len(episode.tokens)
+    sampling = _sampling(settings, remaining_tokens, episode.seed_of_turn(), plan)
     (job,) = _submit(engine, episode.prompt, tokens, sampling)
     return _Answer(episode, job, plan)
 
@@ -420,8 +422,8 @@ def _shown(
     """The first completion of each of the first groups."""
     shown: list[dict[str, Any]] = []
     for index, group in enumerate(groups[:count]):
-        place = index * len(group.episodes)
-        rewards = dict(zip(names, table[place].tolist(), strict=True))
+        first_of_group = index * len(group.episodes)
+        rewards = dict(zip(names, table[first_of_group].tolist(), strict=True))
         shown.append(
             {
                 "prompt": group.prompt.content,
@@ -429,7 +431,7 @@ def _shown(
                 "rewards": {
                     name: None if math.isnan(value) else value for name, value in rewards.items()
                 },
-                "advantage": scores.advantages[place].item(),
+                "advantage": scores.advantages[first_of_group].item(),
             }
         )
     return shown
