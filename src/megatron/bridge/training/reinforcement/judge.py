@@ -5,15 +5,14 @@ import os
 import re
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
-
-import requests
-from requests.adapters import HTTPAdapter
-from urllib3.util import Retry
+from typing import TYPE_CHECKING, Any
 
 from megatron.bridge.training.config.blocks.reinforcement import JudgeConfig
 from megatron.bridge.utils.console import print_rank_0
 from megatron.bridge.utils.errors import UserError, one_line
+
+if TYPE_CHECKING:
+    import requests
 
 KEY = "grpo.judge"
 NUMBER = re.compile(r"-?\d+(?:\.\d+)?")
@@ -83,6 +82,8 @@ class Judge:
             ) from error
 
     def _ask(self, question: str) -> str:
+        import requests
+
         settings = self._settings
         assert settings.base_url is not None, "the constructor refuses others"
         try:
@@ -114,8 +115,12 @@ class Judge:
         return score / highest if 0 <= score <= highest else None
 
 
-def _open_session(settings: JudgeConfig) -> requests.Session:
+def _open_session(settings: JudgeConfig) -> "requests.Session":
     """A session that repeats failed requests with growing pauses, for some threads."""
+    import requests  # a quarter of a second, which runs without a judge do not pay
+    from requests.adapters import HTTPAdapter
+    from urllib3.util import Retry
+
     retry = Retry(
         settings.retries,
         backoff_factor=FIRST_PAUSE_SECONDS,

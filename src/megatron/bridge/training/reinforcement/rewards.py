@@ -13,11 +13,10 @@ from torch import Tensor
 from megatron.bridge.data.prompts.prompts import Prompt
 from megatron.bridge.training.config.blocks.reinforcement import GRPOConfig
 from megatron.bridge.training.reinforcement.judge import Judge, text_of
-from megatron.bridge.training.reinforcement.reward_models import RewardModel
+from megatron.bridge.training.reinforcement.reward_models import KEY, RewardModel
 from megatron.bridge.utils.errors import UserError
 from megatron.bridge.utils.user_functions import NamedFunction, failure_of, load_functions
 
-KEY = "grpo.reward_funcs"
 USAGE = "function(prompts, completions, completion_ids, **columns) -> a number or None for each completion"
 
 
