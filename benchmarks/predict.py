@@ -71,6 +71,11 @@ NO_TENSOR_OVERLAP = ("nemotron_3_super",)
 """Models whose performance recipes do not set ``tp_comm_overlap``."""
 PUBLISHED = {"Moonlight-16B-A3B": ("deepseek_v3", "moonshotai/Moonlight-16B-A3B")}
 """Models without a recipe of pretraining: a recipe with the same kind of layers, and a published config."""
+SIZES: dict[str, tuple[str, dict[str, Any]]] = {
+    # NeMo's Nemotron3Config22B: Nemotron-4 15B with more layers, and keys for each head
+    "nemotron22b": ("nemotron4_15b", {"num_layers": 40, "num_query_groups": None}),
+}
+"""Models without a recipe: a recipe with the same kind of layers, and the sizes in which they differ."""
 
 _COUNTED: dict[tuple[str, int, bool], dict[Any, Any]] = {}
 """Layers by model, length and adapters: most models are in many rows."""
@@ -197,6 +202,11 @@ def _config(line: dict[str, str]) -> Any:
         start, hub_id = PUBLISHED[line["model"]]
         config = _resolved(start)
         config.model = size_of(hub_id).provider()
+    elif key in SIZES:
+        start, sizes = SIZES[key]
+        config = _resolved(start)
+        for name, size in sizes.items():
+            setattr(config.model, name, size)
     else:
         start = _start(line)
         if start is None:

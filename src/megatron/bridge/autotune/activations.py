@@ -25,8 +25,10 @@ Memory peaks at one of these moments. Each counts the saved activations plus the
 
 import math
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
+import numpy as np
 from megatron.core.transformer.attention import Attention
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.moe.moe_layer import MoELayer
@@ -49,6 +51,7 @@ from megatron.bridge.autotune.layers import (
     weight_shape,
 )
 from megatron.bridge.autotune.time.schedule import (
+    Kind,
     Pipeline,
     distinct_moments,
     most_held,
@@ -124,7 +127,9 @@ def stage_moments(
     stage: int,
 ) -> list[Moment]:
     """Return the peak of each kind on a rank of ``stage``, given the counts of its chunks."""
-    held_sizes, working = zip(*(_chunk_bytes(model, chunk, sizes) for chunk in chunks), strict=True)
+    chunk_sizes = [_chunk_bytes(model, chunk, sizes) for chunk in chunks]
+    held_sizes = np.array([held for held, _ in chunk_sizes], dtype=np.int64)
+    working = [temporary for _, temporary in chunk_sizes]
     # those of multi-token prediction are computed first and keep their gradients
     bytes_per_gradient = sizes.bytes_per_logit - sizes.bytes_per_element
     ahead = (model.mtp_num_layers or 0) * max(sizes.bytes_per_element, bytes_per_gradient)
@@ -139,16 +144,25 @@ def stage_moments(
         received = held_tensors * sizes.stream_bytes
     received += sum(rotary_bytes(model, sizes, len(chunk.layers)) for chunk in chunks)
     fullest: dict[str, Moment] = {}
-    for kind, index, counts in distinct_moments(short_pipeline(pipeline), stage):
+    for (kind, index), counts in _held_by_pass(short_pipeline(pipeline), stage).items():
         if kind == "forward" and not losses[index]:
             continue
         name = "loss" if kind == "forward" else f"backward of chunk {index}"
-        held = sum(count * size for count, size in zip(counts, held_sizes, strict=True))
+        held = int((counts @ held_sizes).max())
         temporary = losses if kind == "forward" else working
         moment = Moment(name, held, temporary[index] + received)
         if name not in fullest or moment.total > fullest[name].total:
             fullest[name] = moment
     return list(fullest.values())
+
+
+@lru_cache(maxsize=4096)
+def _held_by_pass(pipeline: Pipeline, stage: int) -> dict[tuple[Kind, int], np.ndarray]:
+    """Return, by kind and chunk of a pass, the microbatches that each chunk holds, a row for each different moment."""
+    rows: dict[tuple[Kind, int], list[tuple[int, ...]]] = {}
+    for kind, index, counts in distinct_moments(pipeline, stage):
+        rows.setdefault((kind, index), []).append(counts)
+    return {key: np.array(held, dtype=np.int64) for key, held in rows.items()}
 
 
 def teacher_bytes(config: ConfigContainer, chunks: list[Any], stage: int, world_size: int) -> int:

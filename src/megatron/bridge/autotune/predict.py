@@ -95,6 +95,7 @@ def setting_of(config: ConfigContainer, world_size: int) -> StepSettings:
         overlap_gradients=bool(ddp.overlap_grad_reduce),
         overlap_parameters=bool(ddp.overlap_param_gather),
         overlap_messages=bool(model.overlap_p2p_comm),
+        launches_kernels=model.cuda_graph_impl == "none",
         tokens=train.global_batch_size * config.dataset.seq_length,
     )
 

@@ -15,6 +15,7 @@ KINDS = {
     "tensor": "tensor-parallel communication",
     "context": "context-parallel communication",
     "expert": "expert all-to-all",
+    "host": "waiting for the CPU to launch kernels",
     "bubble": "pipeline bubble",
     "gradients": "gradient reduction",
     "parameters": "parameter gather",

@@ -9,6 +9,7 @@ from megatron.bridge.autotune.memory import memory_per_rank
 from megatron.bridge.autotune.search.price import Pricer
 from megatron.bridge.autotune.search.search import candidate_of
 from megatron.bridge.peft.lora import LoRA
+from megatron.bridge.recipes.catalog import catalog
 from tests.unit_tests.autotune.models import provider
 from tests.unit_tests.autotune.test_memory import configured
 
@@ -56,6 +57,7 @@ def test_a_model_whose_experts_overlap_is_priced():
     """On one rank, of which layers are counted, nothing overlaps."""
     values = {EP: 2, "overlap_moe_expert_parallel_comm": True}
     config = configured(provider("qwen3_moe", 4, **values)).resolve(2).config
+    config.model.cuda_graph_impl = "local"  # a toy would wait for the CPU in both
     price = Pricer(config, 2, "H100 80GB").price(candidate_of(config))
     config.model.overlap_moe_expert_parallel_comm = False
     assert price.seconds < Pricer(config, 2, "H100 80GB").price(candidate_of(config)).seconds
@@ -72,3 +74,26 @@ def test_a_given_layout_is_priced_as_it_is():
         pricer.price(given).prediction.split["bubble"]
         < pricer.price(even).prediction.split["bubble"]
     )
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3_moe"])
+def test_small_kernels_wait_for_the_cpu_unless_a_graph_replays_them(family):
+    config = configured(provider(family, 4)).resolve(1).config
+    candidate = candidate_of(config)
+    launched = Pricer(config, 1, "H100 80GB").price(candidate).prediction
+    config.model.cuda_graph_impl = "local"
+    replayed = Pricer(config, 1, "H100 80GB").price(candidate).prediction
+    assert replayed.split["host"] == 0.0
+    microbatches = launched.pipeline.microbatches
+    of_layer = 2 * 1.1e-3 if family == "llama" else 2.2e-3 + 2.1e-3
+    busy = launched.seconds - sum(
+        launched.split[kind] for kind in ("gradients", "parameters", "optimizer", "other", "bubble")
+    )
+    assert busy == pytest.approx(4 * of_layer * microbatches)
+
+
+def test_large_kernels_do_not_wait_for_the_cpu():
+    recipe = catalog()["llama3_8b_pretrain_config"]
+    config = recipe().resolve(recipe.gpus).config
+    price = Pricer(config, recipe.gpus, "H100 80GB").price(candidate_of(config))
+    assert price.prediction.split["host"] == 0.0

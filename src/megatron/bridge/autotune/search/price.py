@@ -31,6 +31,7 @@ from megatron.bridge.training.config.resolve.precision import without_quantizati
 
 # With this many layers per chunk, the output layer and the loss cost too little to divide layers unevenly.
 _MANY = 4
+_SAME = 1e-6  # stages whose times differ by less are equal
 
 
 @dataclass(frozen=True)
@@ -400,7 +401,7 @@ def balanced(times: Sequence[float], parts: int, last: float) -> list[int] | Non
         return None
     low = max([*times, last])
     high = sum(times) + last
-    for _ in range(40):
+    while high > low * (1 + _SAME):
         middle = (low + high) / 2
         low, high = (low, middle) if _fill_parts(times, parts, last, middle) else (middle, high)
     return _fill_parts(times, parts, last, high * (1 + 1e-9))

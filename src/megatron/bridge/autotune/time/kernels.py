@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from megatron.bridge.autotune.efficiency import Direction, Precision
 from megatron.bridge.autotune.gpus import Gpu
 from megatron.bridge.autotune.time.collectives import AlphaBeta
-from megatron.bridge.autotune.time.work import Cost
+from megatron.bridge.autotune.time.work import Cost, LayerShape
 
 # docs/tuner.md lists the origins of these numbers.
 GROUPED_EFFICIENCY = 0.87
@@ -25,6 +25,10 @@ ATTENTION_HALF = 600
 FULL_HEAD = 128
 """Head width with the full rate of attention, which falls with the square root for narrower heads."""
 LAUNCH = 4e-6  # seconds from the end of a short kernel to the start of the next
+HOST_OF_LAYER: dict[Direction, float] = {"forward": 1.1e-3, "backward": 1.1e-3}
+"""CPU seconds in which Python and autograd run a layer whose kernels take no time."""
+HOST_OF_EXPERTS: dict[Direction, float] = {"forward": 2.2e-3, "backward": 2.1e-3}
+"""The same for a layer with a router and experts."""
 SLOWEST = 0.04
 """Straggler factor: how much longer the slowest of 2^SLOWEST_AT GPUs computes than their mean."""
 SLOWEST_AT = 8
@@ -86,6 +90,13 @@ class Roofline:
     def measured(self, name: str, operations: float, cost: Cost) -> Cost:
         """Scale ``cost`` to the measured time of a real layer's pass, if there is one."""
         return cost
+
+    def host(self, layer: LayerShape, direction: Direction) -> float:
+        """Return the CPU seconds in which a pass of ``layer`` is launched, kernel by kernel.
+
+        The GPU works on earlier kernels meanwhile, so a pass takes as long as the slower of the two.
+        """
+        return (HOST_OF_EXPERTS if layer.experts else HOST_OF_LAYER)[direction]
 
     def slowest(self, world_size: int) -> float:
         """Return how long the slowest of ``world_size`` GPUs computes, as a multiple of the average."""

@@ -57,6 +57,7 @@ class StepSettings:
     overlap_gradients: bool  # whether gradients are reduced during the backward pass
     overlap_parameters: bool  # whether weights are gathered during the forward pass
     overlap_messages: bool  # whether messages between stages overlap with passes
+    launches_kernels: bool  # whether the CPU launches each kernel, without CUDA graphs
     tokens: int  # of all GPUs in a step
 
 
@@ -185,7 +186,28 @@ def _chunk_cost(chunk: Chunk, setting: StepSettings, kernels: Roofline) -> tuple
         forward = forward + cost.forward * count
         backward = backward + cost.backward * count
     slowest = kernels.slowest(setting.world_size)
-    return forward.slowed(slowest), backward.slowed(slowest)
+    forward, backward = forward.slowed(slowest), backward.slowed(slowest)
+    if setting.launches_kernels:
+        forward_host, backward_host = _host_seconds(runs, kernels)
+        forward = _wait_for_host(forward, forward_host)
+        backward = _wait_for_host(backward, backward_host)
+    return forward, backward
+
+
+def _host_seconds(
+    runs: dict[tuple[LayerShape, float], int], kernels: Roofline
+) -> tuple[float, float]:
+    """Return the CPU seconds in which the layers' passes are launched, from layers and recomputed shares to counts."""
+    forward = backward = 0.0
+    for (layer, recomputed), count in runs.items():
+        layer_forward = kernels.host(layer, "forward")
+        forward += count * layer_forward
+        backward += count * (kernels.host(layer, "backward") + recomputed * layer_forward)
+    return forward, backward
+
+
+def _wait_for_host(cost: Cost, host: float) -> Cost:
+    return replace(cost, host=max(0.0, host - cost.total))
 
 
 def _end_cost(chunk: Chunk, setting: StepSettings, kernels: Roofline) -> tuple[Cost, Cost]:

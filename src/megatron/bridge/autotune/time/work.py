@@ -73,6 +73,7 @@ class Cost:
     tensor: float = 0.0  # exposed communication of tensor parallelism
     context: float = 0.0  # exposed communication of context parallelism
     expert: float = 0.0  # exposed communication of expert parallelism
+    host: float = 0.0  # waiting for the CPU to launch kernels
 
     def __add__(self, other: "Cost") -> "Cost":
         return Cost(
