@@ -133,12 +133,16 @@ def test_beginnings_and_continuations(tmp_path):
     texts = {"a": ["a"], " a": ["▁a"], "cat": ["cat"], "\na": ["<0x0A>", "a"], "": []}
     for text, expected in texts.items():
         assert pieces(tokenizer.continue_tokens(text)) == expected, text
-    assert encode_many(tokenizer, list(texts), special=False) == [
+    assert encode_many(tokenizer, list(texts), "continuation") == [
         tokenizer.continue_tokens(text) for text in texts
     ]
     assert pieces(tokenizer.plain_tokens("the cat")) == ["▁the", "▁cat"]
+    assert encode_many(tokenizer, ["the cat", "a"], "document") == [
+        tokenizer.plain_tokens("the cat"),
+        tokenizer.plain_tokens("a"),
+    ]
     beginnings = ["the cat", "<s>the", ""]
-    assert encode_many(tokenizer, beginnings, special=True) == [
+    assert encode_many(tokenizer, beginnings, "beginning") == [
         tokenizer.tokenize(text) for text in beginnings
     ]
 

@@ -38,6 +38,21 @@ PREPARE_EXAMPLE = r"""example:
       dataset.workers=8
 """
 
+_TOKENIZER_TYPES = (
+    "HuggingFaceTokenizer",
+    "GPT2BPETokenizer",
+    "SentencePieceTokenizer",
+    "GPTSentencePieceTokenizer",
+    "Llama2Tokenizer",
+    "TikTokenizer",
+)
+"""Kinds of tokenizers by the names that Megatron-LM has for them; three are SentencePiece's."""
+_TOKENIZER_OPTIONS = {
+    "GPT2BPETokenizer": ("vocab_file", "merge_file"),
+    "TikTokenizer": ("tiktoken_pattern", "tiktoken_num_special_tokens", "vocab_size"),
+}
+"""Options that only one kind has."""
+
 
 def add_arguments(parser: Parser) -> None:
     parser.description = "Prepare training data, and preview it."
@@ -118,7 +133,7 @@ def _add_preprocess_options(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--tokenizer-model",
-        help="directory or hub id of a Hugging Face tokenizer",
+        help="directory or hub id of a Hugging Face tokenizer, or a file of another --tokenizer-type",
     )
     keys = parser.add_mutually_exclusive_group()
     keys.add_argument(
@@ -133,13 +148,29 @@ def _add_preprocess_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--tokenizer-type",
         default="HuggingFaceTokenizer",
+        choices=_TOKENIZER_TYPES,
         help=(
-            "HuggingFaceTokenizer, or GPT2BPETokenizer with --vocab-file and --merge-file, which is "
-            "written in Hugging Face's format to PREFIX_tokenizer (default: HuggingFaceTokenizer)"
+            "the kind of tokenizer. All but HuggingFaceTokenizer (the default) are written in "
+            "Hugging Face's format to PREFIX_tokenizer, for training. GPT2BPETokenizer reads --vocab-file and "
+            "--merge-file; the others read a file, given as --tokenizer-model"
         ),
     )
     parser.add_argument("--vocab-file", type=Path, help="vocab.json of GPT2BPETokenizer")
     parser.add_argument("--merge-file", type=Path, help="merges.txt of GPT2BPETokenizer")
+    parser.add_argument(
+        "--tiktoken-pattern",
+        choices=["v1", "v2"],
+        help="how TikTokenizer finds words (default: v2)",
+    )
+    parser.add_argument(
+        "--tiktoken-num-special-tokens",
+        type=int,
+        metavar="N",
+        help="special tokens of TikTokenizer, before those of its file (default: 1000)",
+    )
+    parser.add_argument(
+        "--vocab-size", type=int, metavar="N", help="tokens of TikTokenizer in all (default: all)"
+    )
     parser.add_argument(
         "--partitions",
         type=workers,
@@ -317,29 +348,48 @@ def preprocess_text(args: argparse.Namespace) -> int:
 
 
 def _tokenizer_folder(args: argparse.Namespace) -> str:
-    """Return the folder or hub id of the tokenizer; one of GPT-2's files is written in Hugging Face's format."""
+    """Return the folder or hub id of the tokenizer; one of another format is written in Hugging Face's."""
     kind = args.tokenizer_type
-    files = (args.vocab_file, args.merge_file)
-    if kind == "GPT2BPETokenizer":
-        if None in files:
-            raise UserError(f"--tokenizer-type {kind} needs --vocab-file and --merge-file")
-        from megatron.bridge.data.pretraining.gpt2_tokenizer import write_gpt2_tokenizer
+    _refuse_idle_tokenizer_options(args)
+    if kind == "HuggingFaceTokenizer":
+        if args.tokenizer_model is None:
+            raise UserError("--tokenizer-model is missing: give a directory or hub id")
+        return args.tokenizer_model
+    from megatron.bridge.data.pretraining import foreign_tokenizers
 
-        folder = args.output_prefix.with_name(f"{args.output_prefix.name}_tokenizer")
-        return str(write_gpt2_tokenizer(*files, folder))
-    if kind != "HuggingFaceTokenizer":
-        raise UserError(
-            f"--tokenizer-type {kind} reads a file in another format: give the directory or hub id of the same "
-            "tokenizer in Hugging Face's format with --tokenizer-model, and leave --tokenizer-type out"
-        )
-    if files != (None, None):
-        raise UserError(
-            "--vocab-file and --merge-file belong to --tokenizer-type GPT2BPETokenizer: add it, or give a "
-            "tokenizer in Hugging Face's format with --tokenizer-model"
+    folder = args.output_prefix.with_name(f"{args.output_prefix.name}_tokenizer")
+    if kind == "GPT2BPETokenizer":
+        if None in (args.vocab_file, args.merge_file):
+            raise UserError(f"--tokenizer-type {kind} needs --vocab-file and --merge-file")
+        return str(
+            foreign_tokenizers.write_gpt2_tokenizer(args.vocab_file, args.merge_file, folder)
         )
     if args.tokenizer_model is None:
-        raise UserError("--tokenizer-model is missing: give a directory or hub id")
-    return args.tokenizer_model
+        raise UserError(f"--tokenizer-type {kind} needs the tokenizer's file as --tokenizer-model")
+    model_file = Path(args.tokenizer_model)
+    if kind == "TikTokenizer":
+        return str(
+            foreign_tokenizers.write_tiktoken_tokenizer(
+                model_file,
+                folder,
+                args.tiktoken_pattern or "v2",
+                args.tiktoken_num_special_tokens or 1000,
+                args.vocab_size,
+            )
+        )
+    return str(foreign_tokenizers.write_sentencepiece_tokenizer(model_file, folder))
+
+
+def _refuse_idle_tokenizer_options(args: argparse.Namespace) -> None:
+    """Raise UserError for options of another kind of tokenizer."""
+    for kind, options in _TOKENIZER_OPTIONS.items():
+        given = [
+            f"--{name.replace('_', '-')}" for name in options if getattr(args, name) is not None
+        ]
+        if given and args.tokenizer_type != kind:
+            raise UserError(
+                f"{' and '.join(given)} belong to --tokenizer-type {kind}: add it, or leave them out"
+            )
 
 
 def _run_shards(args: argparse.Namespace, config: "PreprocessConfig") -> int:

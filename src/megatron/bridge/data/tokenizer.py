@@ -297,6 +297,8 @@ def encode_continuation(hf: "PreTrainedTokenizerBase", text: str) -> list[int]:
     return hf.encode(text, add_special_tokens=False)
 
 
+TextRole = Literal["beginning", "document", "continuation"]
+"""What a text is: the beginning of a sequence, with special tokens; all of one, without; or a part behind another."""
 _ANCHORS = ("\n", "\0", ":", "a")
 """Texts to put before a continuation; one whose last token does not merge with it is used."""
 
@@ -317,23 +319,32 @@ def _without_appended(ids: list[int], appended: list[int]) -> list[int]:
     return ids[: -len(appended)] if has_them else ids
 
 
-def encode_many(tokenizer: Tokenizer, texts: list[str], special: bool) -> list[list[int]]:
-    """Token ids of each text: of beginnings (``tokenize``) if ``special``, else of continuations.
+def encode_many(tokenizer: Tokenizer, texts: list[str], role: TextRole) -> list[list[int]]:
+    """Token ids of each text.
 
     A Rust tokenizer encodes many texts at once, which is 2.5x as fast as one by one.
+
+    Args:
+        tokenizer: The tokenizer.
+        texts: The texts.
+        role: ``beginning`` for the ids of ``tokenize``, ``document`` for those of ``plain_tokens``, ``continuation``
+            for those of ``continue_tokens``.
     """
     backend = _fast_backend(tokenizer.hf) if isinstance(tokenizer, HuggingFaceTokenizer) else None
     if backend is None:
-        return [
-            tokenizer.tokenize(text) if special else tokenizer.continue_tokens(text)
-            for text in texts
-        ]
-    encoded: list[list[int]] = [
-        encoding.ids for encoding in backend.encode_batch_fast(texts, add_special_tokens=special)
-    ]
+        encode_by_role = {
+            "beginning": tokenizer.tokenize,
+            "document": tokenizer.plain_tokens,
+            "continuation": tokenizer.continue_tokens,
+        }
+        return list(map(encode_by_role[role], texts))
     hf = _hf_of(tokenizer)
-    if not special:
-        return _encode_continuations(hf, backend, texts) if has_dummy_prefix(hf) else encoded
+    if role == "continuation" and has_dummy_prefix(hf):
+        return _encode_continuations(hf, backend, texts)
+    encodings = backend.encode_batch_fast(texts, add_special_tokens=role == "beginning")
+    encoded: list[list[int]] = [encoding.ids for encoding in encodings]
+    if role != "beginning":
+        return encoded
     appended = appended_tokens(hf)
     return [
         encode_beginning(hf, text)

@@ -412,6 +412,9 @@ def test_tokenizer_of_gpt2(tmp_path, capsys):
         ("--tokenizer-type SentencePieceTokenizer", "--tokenizer-model"),
         ("--vocab-file vocab.json", "GPT2BPETokenizer"),
         ("--merge-file merges.txt", "GPT2BPETokenizer"),
+        ("--tiktoken-pattern v1", "TikTokenizer"),
+        ("--tokenizer-type TikTokenizer --tokenizer-model absent.json", "absent.json"),
+        ("--tokenizer-type Llama2Tokenizer --tokenizer-model absent.model", "absent.model"),
     ],
 )
 def test_other_tokenizers_are_refused(words, way_out, capsys):

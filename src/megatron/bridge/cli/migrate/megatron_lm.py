@@ -508,7 +508,8 @@ def _tokenizer(arguments: Arguments, translation: Translation) -> None:
     elif kind is not None:
         translation.missing["--tokenizer-type"] = (
             f"{kind} reads a file; set tokenizer.tokenizer_model to the directory or hub id of the same tokenizer "
-            "in Hugging Face's format"
+            "in Hugging Face's format. `megatron-bridge data preprocess --tokenizer-type` writes one next to the "
+            "data, as PREFIX_tokenizer"
         )
 
 

@@ -35,7 +35,12 @@ from megatron.bridge.data.records.formats import expect
 from megatron.bridge.data.records.jsonl import parse_record
 from megatron.bridge.data.records.record_config import EncodingRules
 from megatron.bridge.data.records.sources import FileSource
-from megatron.bridge.data.tokenizer import HuggingFaceTokenizer, encode_many, tokenizer_key
+from megatron.bridge.data.tokenizer import (
+    HuggingFaceTokenizer,
+    TextRole,
+    encode_many,
+    tokenizer_key,
+)
 from megatron.bridge.data.worker_pool import ordered_map
 from megatron.bridge.utils.console import console
 from megatron.bridge.utils.errors import UserError, did_you_mean
@@ -79,7 +84,7 @@ class DocumentEncoder:
         self.tokenizer = HuggingFaceTokenizer(config.tokenizer_model, config.trust_remote_code)
         self._key = config.json_key
         self._by_line = config.text_document == "line"
-        self._special = config.add_special_tokens
+        self._role: TextRole = "beginning" if config.add_special_tokens else "document"
         self._end = [self.tokenizer.eod] if config.append_eod else []
         rules = EncodingRules(
             LONGEST, train_on="everything", chat_template=template_text(config.chat_template)
@@ -107,7 +112,7 @@ class DocumentEncoder:
     def _texts(self, chunk: DocumentChunk) -> list[list[int]]:
         read = self._json_text if chunk.format == "jsonl" else self._plain_text
         texts = [text for location, line in _located_lines(chunk) if (text := read(line, location))]
-        return [ids + self._end for ids in encode_many(self.tokenizer, texts, self._special) if ids]
+        return [ids + self._end for ids in encode_many(self.tokenizer, texts, self._role) if ids]
 
     def _json_text(self, line: bytes, location: str) -> str:
         record = parse_record(line, location)

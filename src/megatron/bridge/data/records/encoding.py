@@ -209,8 +209,8 @@ class RecordEncoder:
             item.prompt if isinstance(item, PromptCompletion) else item.text for item in parsed
         ]
         rest = [item.completion for item in parsed if isinstance(item, PromptCompletion)]
-        beginnings = encode_many(self.tokenizer, first, special=True)
-        completions = iter(encode_many(self.tokenizer, rest, special=False))
+        beginnings = encode_many(self.tokenizer, first, "beginning")
+        completions = iter(encode_many(self.tokenizer, rest, "continuation"))
         for item, beginning in zip(parsed, beginnings, strict=True):
             pair = isinstance(item, PromptCompletion)
             ids = self._close([*beginning, *(next(completions) if pair else ())])
