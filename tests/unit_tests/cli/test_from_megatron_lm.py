@@ -276,3 +276,84 @@ def test_numbers_that_no_run_accepts_are_refused(argument):
         translate(f"pretrain_gpt.py {sizes} {argument}")
     assert name in str(caught.value)
     assert value in str(caught.value)
+
+
+YAML = """
+language_model:
+  num_layers: ${YAML_LAYERS}
+  hidden_size: 64
+  num_attention_heads: 4
+  num_query_groups: 2
+  kv_channels: null
+  add_bias_linear: False
+  bias_swiglu_fusion: True
+  activation_func: swiglu
+  normalization: RMSNorm
+  layernorm_zero_centered_gamma: True
+  gated_linear_unit: False
+  persist_layer_norm: False
+  num_moe_experts: 4
+  moe_router_topk: 2
+model_parallel:
+  tensor_model_parallel_size: 2
+  sequence_parallel: True
+  bf16: True
+  pipeline_dtype: null
+  batch_p2p_comm: True
+  tp_comm_overlap: False
+  tp_comm_atomic_ag: True
+untie_embeddings_and_output_weights: True
+swiglu: True
+position_embedding_type: rope
+group_query_attention: False
+seq_length: 32
+max_position_embeddings: 32
+micro_batch_size: 1
+global_batch_size: 8
+train_iters: 5
+lr: 1.e-3
+eval_iters: 0
+save: null
+save_interval: 100
+profile: False
+profile_ranks: [0]
+mock_data: True
+tokenizer_type: NullTokenizer
+vocab_size: 127
+bert_binary_head: True
+"""
+SAME_AS_YAML = (
+    TINY
+    + RUN
+    + NULL
+    + "--swiglu --disable-bias-linear --group-query-attention --num-query-groups 2 --normalization RMSNorm "
+    "--apply-layernorm-1p --num-experts 4 --tensor-model-parallel-size 2 --sequence-parallel --bf16 "
+    "--untie-embeddings-and-output-weights --position-embedding-type rope"
+)
+
+
+def test_a_yaml_file_is_the_command_line_with_its_values(tmp_path, monkeypatch):
+    monkeypatch.setenv("YAML_LAYERS", "2")
+    path = tmp_path / "gpt_config.yaml"
+    path.write_text(YAML)
+    from_file = _config(f"torchrun --nproc-per-node 2 pretrain_gpt.py --yaml-cfg {path}")
+    assert from_file.to_yaml() == _config(SAME_AS_YAML, 2).to_yaml()
+
+
+@pytest.mark.parametrize(
+    ("text", "more", "words"),
+    [
+        ("lr: 1", "--bf16", ["--bf16", "--yaml-cfg"]),
+        ("lr: ${UNSET_NAME}", "", ["UNSET_NAME", "export"]),
+        ("language_model: {activation_func: tanh}", "", ["activation_func=tanh", "swiglu"]),
+        ("other_model: {num_layers: 2}", "", ["other_model", "language_model"]),
+        ("[1, 2]", "", ["keys"]),
+        ("no_such_thing: 3", "", ["--no-such-thing"]),
+    ],
+)
+def test_a_wrong_yaml_file_is_one_sentence(text, more, words, tmp_path):
+    path = tmp_path / "gpt_config.yaml"
+    path.write_text(text)
+    with pytest.raises(UserError) as raised:
+        _config(f"--yaml-cfg {path} {more}")
+    assert all(word in str(raised.value) for word in words), raised.value

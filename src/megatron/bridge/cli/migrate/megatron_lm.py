@@ -14,9 +14,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, fields
 from fnmatch import fnmatchcase
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 from megatron.bridge.cli.migrate.translation import Translation
+from megatron.bridge.cli.migrate.yaml_arguments import read_yaml_arguments
 from megatron.bridge.training.config.ranges import all_ranges
 from megatron.bridge.utils.config import yaml_text
 from megatron.bridge.utils.errors import UserError, misspelling, refuse
@@ -135,6 +137,8 @@ def translate(command: str, world_size: int | None = None) -> MegatronLMRun:
     """Translate ``[torchrun ...] pretrain_gpt.py --argument value ...``, or the arguments alone."""
     launcher, words = _split(_expand(command))
     arguments = _parse(words)
+    if "yaml-cfg" in arguments:
+        arguments = _arguments_of_yaml(arguments)
     translation = Translation()
     refuse(problem for name in arguments for problem in _unknown(name))
     ranks = world_size or _launched(launcher)
@@ -209,6 +213,20 @@ def _parse(words: list[str]) -> Arguments:
         else:
             values.append(word)
     return arguments
+
+
+def _arguments_of_yaml(arguments: Arguments) -> Arguments:
+    """The arguments that the file of ``--yaml-cfg`` stands for; Megatron-LM ignores all others next to it."""
+    given = arguments["yaml-cfg"]
+    if len(given) != 1:
+        raise UserError("--yaml-cfg takes one file")
+    idle = [f"--{name}" for name in arguments if name != "yaml-cfg"]
+    if idle:
+        raise UserError(
+            f"{', '.join(idle)} next to --yaml-cfg: Megatron-LM ignores all other arguments; write them into "
+            f"{given[0]}"
+        )
+    return _parse(read_yaml_arguments(Path(given[0])))
 
 
 def _launched(words: list[str]) -> int | None:
