@@ -1,11 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
 import json
+from collections import Counter
+from pathlib import Path
 
 import pytest
+import yaml
 
+from megatron.bridge.recipes.sizes import size_of
 from megatron.bridge.utils.errors import UserError
+from scripts import testbench
 from scripts.testbench.cases import Case, read_cases
 from scripts.testbench.output import spelled
+
+FILES = Path(testbench.__file__).parent
 
 
 def test_cases_are_read(tmp_path):
@@ -54,3 +61,20 @@ def test_values_are_spelled_in_their_largest_unit():
     assert spelled(2.5e9, "bytes") == "2.500 GB"
     assert spelled(2e-7, "s") == "0.200 us"
     assert spelled(0, "operations") == "0.000 MFLOP"
+
+
+@pytest.mark.parametrize("path", sorted(FILES.glob("cases/*.json")), ids=lambda path: path.stem)
+def test_the_files_of_models_are_read(path):
+    model, cases = read_cases(path)
+    assert size_of(model).provider().num_layers > 1
+    assert {case.shape for case in cases} == {"bshd", "thd"}
+
+
+def test_the_sample_of_user_buffers_has_each_product_once():
+    settings = yaml.safe_load((FILES / "tp_comm_overlap_cfg.yaml").read_text())
+    methods = Counter(values["method"] for values in settings.values())
+    assert methods == {"ring_exchange": 4, "pipeline": 2, "bulk": 4}
+    directions = ("fprop", "dgrad", "wgrad")
+    products = {f"{name}_{each}" for name in ("qkv", "fc1") for each in directions}
+    products |= {f"{name}_{each}" for name in ("proj", "fc2") for each in directions[:2]}
+    assert set(settings) == products

@@ -89,13 +89,13 @@ def write_sentencepiece_tokenizer(model_file: Path, folder: Path) -> Path:
 
 def _read_sentencepiece(path: Path) -> Any:
     from google.protobuf.message import DecodeError
-    from transformers.utils import sentencepiece_model_pb2_new
+    from transformers.convert_slow_tokenizer import import_protobuf
 
     if not path.is_file():
         raise UserError(
             f"--tokenizer-model {path} is not a file: give the model that SentencePiece wrote"
         )
-    proto = sentencepiece_model_pb2_new.ModelProto()
+    proto = import_protobuf().ModelProto()
     try:
         proto.ParseFromString(path.read_bytes())
     except DecodeError as error:
