@@ -11,12 +11,13 @@ import torch
 from megatron.core.transformer.moe.router import Router
 from torch import Tensor, nn
 
+from megatron.bridge.backends.low_bit.weight import LowBitWeight
 from megatron.bridge.models.chunk_info import chunk_info
 from megatron.bridge.models.conversion.adapters.adapted_layers import LowRankPart
 from megatron.bridge.models.hf_pretrained.causal_lm import to_dtype
 from megatron.bridge.models.hf_pretrained.safetensors_files import dtype_name
 from megatron.bridge.models.vision import provider as vision_provider
-from megatron.bridge.peft import layers, targets
+from megatron.bridge.peft import layers, low_bit_base, targets
 from megatron.bridge.peft.base import PEFT, bare_chunks
 from megatron.bridge.peft.fused_parts import CanonicalAdapter, check_queries, parts_of
 from megatron.bridge.peft.hf_names import HFModules
@@ -396,7 +397,10 @@ class LoRAMerge:
             for module in list(layers.adapted(chunk)):
                 merged = [module.merged_weight(weight) for weight in module.adapted_site.weights]
                 for weight, value in zip(module.adapted_site.weights, merged, strict=True):
-                    weight.copy_(value)
+                    if isinstance(weight, LowBitWeight):  # rounding would lose most of the adapter
+                        low_bit_base.replace_with_full(module, weight, value)
+                    else:
+                        weight.copy_(value)
                 layers.detach(module)
             info = chunk_info(chunk)
             info.peft = None
