@@ -224,7 +224,12 @@ def test_predicted_bytes_are_measured_bytes(models):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"base_precision": "int4"}, r"peft\.base_precision=int4: use one of nf4, fp8, mxfp4"),
+        ({"base_precision": "int4"}, r"peft\.base_precision=int4 is not one of nf4, fp8, mxfp4"),
+        ({"base_keep_high": ["linear_proj"]}, r"base_keep_high has no effect without"),
+        (
+            {"base_precision": "mxfp4", "base_keep_high": ["linear_projj"]},
+            r"base_keep_high: 'linear_projj' matches no layer",
+        ),
         ({"base_precision": "nf4"}, r"groups of 64 numbers in a row, and .* has 32 columns"),
     ],
 )

@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 
 from torch import Tensor, nn
 
-from megatron.bridge.backends.low_bit.formats import BasePrecision
+from megatron.bridge.backends.low_bit.formats import FORMATS, BasePrecision
 from megatron.bridge.checkpoint import model_io
 from megatron.bridge.models.chunk_info import chunk_info
 from megatron.bridge.models.conversion.adapters.adapted_layers import in_adapter, mark_whole
@@ -47,6 +47,8 @@ class PEFT:
     base_precision: BasePrecision | None = None
     """Hold the frozen matrices of attention, MLPs and experts in 4 or 8 bits (QLoRA): ``nf4`` as bitsandbytes,
     ``fp8``, ``mxfp4``. None holds them in the model's precision."""
+    base_keep_high: list[str] = field(default_factory=list)
+    """Layers that stay in the model's precision, in the form of ``modules_to_save``."""
 
     def problems(self, training: bool = True) -> list[str]:
         """One sentence for each invalid value.
@@ -55,6 +57,13 @@ class PEFT:
             training: whether what is added will be trained.
         """
         del training
+        if self.base_precision is not None and self.base_precision not in FORMATS:
+            return [
+                f"peft.base_precision={self.base_precision} is not one of {', '.join(FORMATS)}: use one of them (nf4 "
+                "is load_in_4bit of transformers)"
+            ]
+        if self.base_keep_high and self.base_precision is None:
+            return ["peft.base_keep_high has no effect without peft.base_precision: leave it out"]
         return []
 
     def notes(self) -> list[str]:
@@ -131,7 +140,8 @@ class PEFT:
             for module in self._modules_to_save(chunks)
             for parameter in module.parameters()
         }
-        low_bit_base.set_precision(chunks, self.base_precision, trained, is_loaded)
+        keep_high = self.base_keep_high
+        low_bit_base.set_precision(chunks, self.base_precision, keep_high, trained, is_loaded)
 
     def set_params_to_save(self, model: nn.Module | Sequence[nn.Module]) -> None:
         """Record the names of the trained parameters, as in the bare chunks, in ``params_to_save``.

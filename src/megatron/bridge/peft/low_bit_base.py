@@ -9,11 +9,13 @@ import torch
 from torch import Tensor, nn
 
 from megatron.bridge.backends.cpu.device import has_cuda
-from megatron.bridge.backends.low_bit.formats import LowBitFormat, format_named
+from megatron.bridge.backends.low_bit.formats import FORMATS, LowBitFormat
 from megatron.bridge.backends.low_bit.weight import LowBitWeight, attributes_of, empty_weight
 from megatron.bridge.models.conversion.adapters.adapted_layers import in_adapter
 from megatron.bridge.models.conversion.engine import exchange
 from megatron.bridge.models.conversion.engine.plan import global_name
+from megatron.bridge.peft import targets
+from megatron.bridge.peft.targets import TargetCandidate
 from megatron.bridge.utils.errors import UserError
 
 # matrices of attention, MLPs and experts; not embeddings, routers, heads, recurrent mixers and towers
@@ -29,10 +31,16 @@ class BaseWeight:
     module: nn.Module
     parameter: nn.Parameter
 
+    @property
+    def layer(self) -> str:
+        """The name of the module in the full model."""
+        return self.name.rpartition(".")[0]
+
 
 def set_precision(
     chunks: Sequence[nn.Module],
     base_precision: str,
+    keep_high: Sequence[str] = (),
     trained: Collection[int] = (),
     is_loaded: bool = True,
 ) -> None:
@@ -41,15 +49,17 @@ def set_precision(
     Args:
         chunks: All chunks of this rank, bare; all ranks of a replica call this.
         base_precision: Name of the format.
+        keep_high: Names or patterns of layers that stay as they are.
         trained: Ids of parameters that are trained, and so stay as they are.
         is_loaded: Whether the parameters have their values, which are quantized; else they wait for them.
     """
-    low_bit_format = format_named(base_precision)
+    low_bit_format = FORMATS[base_precision]
+    all_weights = [weight for chunk in chunks for weight in base_weights(chunk)]
+    in_full = _layers_in_full(all_weights, keep_high)
     weights = [
         weight
-        for chunk in chunks
-        for weight in base_weights(chunk)
-        if id(weight.parameter) not in trained
+        for weight in all_weights
+        if id(weight.parameter) not in trained and weight.layer not in in_full
     ]
     problems = [problem for weight in weights if (problem := _problem(weight, low_bit_format))]
     everywhere = [problem for stage in exchange.all_gather_stages(problems) for problem in stage]
@@ -119,6 +129,14 @@ def replace_with_full(module: nn.Module, parameter: Tensor, values: Tensor) -> N
             full = nn.Parameter(values.to(parameter.dtype), requires_grad=False)
             vars(full).update(attributes_of(candidate))
             setattr(module, key, full)
+
+
+def _layers_in_full(weights: Sequence[BaseWeight], keep_high: Sequence[str]) -> set[str]:
+    """Return the layers that patterns keep in full; refuse a pattern that selects none."""
+    layers = dict.fromkeys(weight.layer for weight in weights)
+    candidates = targets.gather([TargetCandidate(name, name) for name in layers])
+    selected = targets.select("peft.base_keep_high", keep_high, candidates)
+    return {name for names in selected.values() for name in names}
 
 
 def _problem(weight: BaseWeight, low_bit_format: LowBitFormat) -> str | None:

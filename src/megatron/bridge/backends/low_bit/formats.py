@@ -14,8 +14,6 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from megatron.bridge.utils.errors import UserError
-
 BasePrecision = Literal["nf4", "fp8", "mxfp4"]
 
 # quantiles of a normal distribution (https://arxiv.org/abs/2305.14314, appendix E)
@@ -249,12 +247,3 @@ MXFP4 = LowBitFormat(
     unpack_scales=_unpack_power,
 )
 FORMATS: dict[str, LowBitFormat] = {row.name: row for row in (NF4, FP8, MXFP4)}
-
-
-def format_named(name: str) -> LowBitFormat:
-    """Return a row of ``FORMATS``."""
-    if name not in FORMATS:
-        raise UserError(
-            f"peft.base_precision={name}: use one of {', '.join(FORMATS)}, or leave it out to keep the base as it is"
-        )
-    return FORMATS[name]
