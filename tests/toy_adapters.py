@@ -194,10 +194,10 @@ def train(model, steps, epsilon=EPSILON):
         ),
         model,
     )
-    return [_step(model, optimizer) for _ in range(steps)]
+    return [step(model, optimizer) for _ in range(steps)]
 
 
-def _step(model, optimizer):
+def step(model, optimizer):
     for chunk in model:
         chunk.zero_grad_buffer()
     optimizer.zero_grad()

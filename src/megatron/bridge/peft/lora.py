@@ -72,6 +72,8 @@ class LowRankPEFT(PEFT):
     """Numerator of the scaling, ``alpha / dim``."""
     use_rslora: bool = False
     """Scale by ``alpha / sqrt(dim)``."""
+    loraplus_lr_ratio: float | None = None
+    """Learning rate of the factors B divided by that of A (LoRA+), at least 1; None is the same rate."""
     dropout: float = 0.0
     """Probability."""
     dropout_position: Literal["pre", "post"] = "pre"
@@ -123,6 +125,11 @@ class LowRankPEFT(PEFT):
             # a loaded adapter may be switched off by an alpha of 0
             if not math.isfinite(alpha) or (training and alpha <= 0):
                 problems.append(f"{key}={alpha}: must be a finite number above 0")
+        ratio = self.loraplus_lr_ratio
+        if ratio is not None and not (math.isfinite(ratio) and ratio >= 1):
+            problems.append(
+                f"peft.loraplus_lr_ratio={ratio}: B learns at least as fast as A: set it to 1 or above, such as 16"
+            )
         if not 0 <= self.dropout < 1:
             problems.append(f"peft.dropout={self.dropout}: a probability is at least 0 and below 1")
         if "zero" not in (self.lora_A_init_method, self.lora_B_init_method):
