@@ -261,10 +261,10 @@ def as_script(folder: Path, words: list[str], is_module: bool = False) -> tuple[
 
 TOY = {
     "model.num_layers": 2,
-    "model.hidden_size": 36,
+    "model.hidden_size": 576,
     "model.ffn_hidden_size": 64,
     "model.vocab_size": 64,
-    "model.kv_channels": 4,
+    "model.kv_channels": 64,
     "train.train_iters": 2,
     "train.global_batch_size": 4,
     "train.micro_batch_size": 1,

@@ -25,6 +25,8 @@ DECODER = {
     "head_dim": 16,
     "max_position_embeddings": 64,
 }
+# rows that divide into the groups of low-bit formats, also over two ranks
+WIDE = {**DECODER, "hidden_size": 128, "intermediate_size": 256, "head_dim": 32}
 ROWS, LENGTH = 4, 16
 LEARNING_RATE = 1e-3
 EPSILON = 1e-8
@@ -34,6 +36,8 @@ def make(kind, directory=None):
     """A tiny Hugging Face model; the same numbers every time."""
     others = {
         "llama": lambda: make_llama(**DECODER),
+        "wide_llama": lambda: make_llama(**WIDE),
+        "wide_experts": lambda: _with_experts("qwen3_moe", {**WIDE, "moe_intermediate_size": 128}),
         "nemotron_h": _with_mamba,
         "bamba": _with_one_group,
         "gemma4": _with_shared_keys,
@@ -44,13 +48,13 @@ def make(kind, directory=None):
     return model
 
 
-def _with_experts(kind):
+def _with_experts(kind, decoder=DECODER):
     from transformers import MixtralConfig, MixtralForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
     torch.manual_seed(0)
     if kind == "mixtral":
         model = MixtralForCausalLM(
-            MixtralConfig(**DECODER, num_local_experts=4, num_experts_per_tok=2)
+            MixtralConfig(**decoder, num_local_experts=4, num_experts_per_tok=2)
         )
     else:
         experts = {
@@ -59,7 +63,7 @@ def _with_experts(kind):
             "moe_intermediate_size": 24,
             "norm_topk_prob": True,
         }
-        model = Qwen3MoeForCausalLM(Qwen3MoeConfig(**DECODER, **experts))
+        model = Qwen3MoeForCausalLM(Qwen3MoeConfig(**{**experts, **decoder}))
     randomise(model)
     return model.eval()
 
@@ -175,22 +179,25 @@ def exported(bridge, model):
     }
 
 
-def train(model, steps):
-    """Optimise the adapters on one batch under any layout: losses, as the last stage knows them."""
+def train(model, steps, epsilon=EPSILON):
+    """Optimise the adapters on one batch under any layout: losses, as the last stage knows them.
+
+    A large ``epsilon`` keeps Adam from magnifying the rounding of gradients that are nearly zero.
+    """
     optimizer = build_optimizer(
         OptimizerConfig(
             lr=LEARNING_RATE,
             weight_decay=0.0,
             clip_grad=0.0,
-            adam_eps=EPSILON,
+            adam_eps=epsilon,
             use_distributed_optimizer=False,
         ),
         model,
     )
-    return [_step(model, optimizer) for _ in range(steps)]
+    return [step(model, optimizer) for _ in range(steps)]
 
 
-def _step(model, optimizer):
+def step(model, optimizer):
     for chunk in model:
         chunk.zero_grad_buffer()
     optimizer.zero_grad()

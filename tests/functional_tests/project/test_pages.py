@@ -37,12 +37,12 @@ def make_model(path):
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=64,
-        hidden_size=36,
+        hidden_size=576,  # rows divide into the groups of low-bit formats
         intermediate_size=64,
         num_hidden_layers=2,
         num_attention_heads=9,
         num_key_value_heads=3,
-        head_dim=4,
+        head_dim=64,
         rope_theta=100000.0,
         rms_norm_eps=1e-5,
         max_position_embeddings=8192,
@@ -109,7 +109,7 @@ def readme(folder, output):
 
 
 def getting_started(folder, output):
-    assert "2 36 9" in output.splitlines()
+    assert "2 576 9" in output.splitlines()
     assert same_weights(folder / DEMO, folder / "runs/python/hf")
     assert (folder / "runs/text/plays.bin").stat().st_size
     steps = [

@@ -194,9 +194,11 @@ class TestEveryRecipe:
             "sft": "full fine-tuning",
             "dpo": "DPO",
             "grpo": "GRPO",
+            "qlora": "QLoRA",
         }
-        assert phrase.get(recipe.stage, "distilled") in recipe.what
-        suffix = {"sft": "finetune"}.get(recipe.stage, recipe.stage)
+        kind = recipe.recommended.get("peft") or recipe.stage
+        assert phrase.get(kind, "distilled") in recipe.what
+        suffix = {"sft": "finetune"}.get(kind, kind)
         assert f"_{suffix}_config" in recipe.name
         assert recipe.gpus >= 1
         assert recipe.memory_gb is not None
@@ -337,12 +339,17 @@ def test_adapters():
     )
     assert (type(lora.peft).__name__, lora.optimizer.lr) == ("LoRA", 1e-4)
     assert (type(dora.peft).__name__, dora.optimizer.lr) == ("DoRA", 3e-5)
+    assert llama3_8b_finetune_config(peft="qlora").peft.base_precision == "nf4"
+    gpt_oss = find("gpt_oss_20b_qlora_config")()
+    assert gpt_oss.peft.base_precision == "mxfp4"
+    assert gpt_oss.peft.base_keep_high == ["*.self_attention.*"]
+    assert gpt_oss.checkpoint.pretrained_checkpoint == "openai/gpt-oss-20b"
     own = LoRA(dim=3)
     assert llama3_8b_finetune_config(peft=own).peft is own
     assert llama3_8b_finetune_config(peft=None) == llama3_8b_finetune_config()
     with pytest.raises(
         UserError,
-        match=r"peft=lroa is not known; did you mean lora or dora\?; peft=None trains all weights",
+        match=r"peft=lroa is not known; did you mean lora or qlora or dora\?; peft=None trains all weights",
     ):
         llama3_8b_finetune_config(peft="lroa")
 

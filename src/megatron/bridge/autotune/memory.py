@@ -20,6 +20,7 @@ from torch import nn
 from megatron.bridge.autotune import activations, meta_model
 from megatron.bridge.backends.fsdp import megatron_fsdp
 from megatron.bridge.backends.fsdp.torch_fsdp2 import expert_parameters
+from megatron.bridge.backends.low_bit.weight import LowBitWeight, stored_bytes
 from megatron.bridge.models.model_provider import ModelProvider
 from megatron.bridge.training.config import ConfigContainer
 from megatron.bridge.training.config.resolve.precision import without_quantization
@@ -112,9 +113,10 @@ def _stage_memory(
     parameters = [parameter for chunk in chunks for parameter in chunk.parameters()]
     if model.bf16 or model.fp16:
         for parameter in parameters:
-            parameter.data = parameter.data.to(model.params_dtype)
+            if not isinstance(parameter, LowBitWeight):
+                parameter.data = parameter.data.to(model.params_dtype)
     buffers = [buffer for chunk in chunks for buffer in chunk.buffers()]
-    weights = sum(tensor.nbytes for tensor in (*parameters, *buffers))
+    weights = sum(stored_bytes(tensor) for tensor in (*parameters, *buffers))
     weights += quantized_bytes(config.model) * sum(map(_quantized_numbers, chunks))
     gradients = optimizer = unsharded = 0
     stepped = np.zeros(world_size // model.pipeline_model_parallel_size, dtype=np.int64)
@@ -140,7 +142,8 @@ def _stage_memory(
         weights=weights,
         gradients=gradients,
         optimizer=optimizer,
-        activations=activations.activation_bytes(config, chunks, stage, world_size),
+        activations=activations.activation_bytes(config, chunks, stage, world_size)
+        + _dequantized_bytes(chunks, model.params_dtype),
         unsharded=unsharded,
     )
 
@@ -208,6 +211,23 @@ def _of_teacher(
         replace(config, model=teacher), chunks, stage, world_size
     )
     return sum(tensor.nbytes for tensor in tensors) + activation_bytes
+
+
+def _dequantized_bytes(chunks: list[MegatronModule], dtype: torch.dtype) -> int:
+    """Return the bytes of the largest layer whose weights are dequantized while it computes.
+
+    The kernel for grouped experts gets the weights of all local experts at once.
+    """
+    sizes = [
+        sum(
+            parameter.numel()
+            for parameter in module.parameters(recurse=False)
+            if isinstance(parameter, LowBitWeight)
+        )
+        for chunk in chunks
+        for module in chunk.modules()
+    ]
+    return max(sizes) * dtype.itemsize
 
 
 def quantized_bytes(model: Any) -> int:

@@ -13,8 +13,9 @@ from megatron.core.dist_checkpointing.utils import add_prefix_for_sharding
 from megatron.core.transformer.module import MegatronModule
 
 from megatron.bridge.backends.fsdp import sharded_rows
+from megatron.bridge.backends.low_bit import staging
 from megatron.bridge.checkpoint import loading, lock, paths, saving, verification
-from megatron.bridge.checkpoint.collective import on_first_rank
+from megatron.bridge.checkpoint.collective import on_every_rank, on_first_rank
 from megatron.bridge.utils import atomic, distributed
 from megatron.bridge.utils.config import yaml_text
 from megatron.bridge.utils.errors import UserError
@@ -111,8 +112,37 @@ def load_model(chunks: Sequence[torch.nn.Module], path: str | Path, verify: bool
         UserError: no checkpoint, a damaged one, or one of another model.
     """
     directory, metadata = examine(chunks, path, verify)
+    if staging.has_low_bit(chunks):
+        _load_low_bit(chunks, directory, metadata)
+        return
     loaded = loading.load(model_state(chunks, metadata), directory, known=BESIDE_WEIGHTS)
     set_model_state(chunks, loaded)
+
+
+def _load_low_bit(
+    chunks: Sequence[torch.nn.Module], directory: Path, metadata: dict[str, Any]
+) -> None:
+    """Load weights of which some are held in few bits: a few of them at a time are in memory in full."""
+    bare_chunks = [unwrap(chunk) for chunk in chunks]
+    with staging.in_full(bare_chunks) as staged:
+        state = model_state(chunks, metadata)
+        loading.check(state, directory, known=BESIDE_WEIGHTS)
+        by_key = dict(zip(chunk_keys(chunks), staged, strict=True))
+        loaded = on_every_rank(lambda: _read_in_batches(by_key, state, directory))
+    for key, chunk in zip(chunk_keys(chunks), bare_chunks, strict=True):
+        chunk.load_state_dict(loaded[key], strict=False)
+
+
+def _read_in_batches(
+    staged: dict[str, dict[str, staging.StagedWeight]], state: dict[str, Any], directory: Path
+) -> dict[str, Any]:
+    """Fill the low-bit weights of this rank; return the loaded state of its other parameters."""
+    for key, names in staging.batches(staged):
+        part = {key: {name: state[key].pop(name) for name in names}}
+        values = loading.read(part, directory)[key]
+        for name in names:
+            staged[key][name].take(values[name])
+    return loading.read(state, directory)
 
 
 def examine(

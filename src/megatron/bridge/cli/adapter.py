@@ -94,9 +94,11 @@ def merge(args: argparse.Namespace) -> None:
     from megatron.bridge.checkpoint import model_io
     from megatron.bridge.models.conversion.engine import side_files
     from megatron.bridge.models.hf_pretrained.causal_lm import to_dtype
+    from megatron.bridge.peft import low_bit_base
     from megatron.bridge.peft.lora import rounding_loss
 
     bridge, model = _adapted(args)
+    low_bit_base.restore(model)
     known = side_files.history_of(model, merge=True)
     if hub.is_peft_adapter(args.adapter):
         known = replace(known, chat_template=model_io.trained_template(args.adapter))

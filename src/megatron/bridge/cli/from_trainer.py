@@ -127,7 +127,7 @@ _OPTIMIZERS = {
 }
 _STAGES = {"sft": "sft", "pt": "pretrain", "dpo": "dpo", "ipo": "dpo", "kto": "dpo"}
 """Kinds of training; a kind of preferences, such as ipo, is also a loss."""
-_ADAPTERS = {"full": None, "lora": "lora", "qlora": "lora"}
+_ADAPTERS = {"full": None, "lora": "lora", "qlora": "qlora"}
 _LOSSES = {"sigmoid": "sigmoid", "ipo": "ipo", "hinge": "hinge"}
 _TRUNCATIONS = {
     "drop": "drop",
@@ -439,13 +439,23 @@ def _finetuning_type(value: Any, run: TrainerRun) -> str | None:
         raise UserError(f"{value} is not a way to fine-tune here: use one of {names}")
     if _ADAPTERS[value] is not None and run.adapter is None:
         run.adapter = _ADAPTERS[value]
-    if value == "qlora":
-        return "the base model is not quantized here: LoRA trains on its weights in full precision"
     return None
 
 
 def _use_peft(value: Any, run: TrainerRun) -> str | None:
     return _finetuning_type("lora", run) if value else None
+
+
+def _load_in_4bit(value: Any, run: TrainerRun) -> None:
+    if value:
+        run.translation.set("peft.base_precision", "nf4", "load_in_4bit")
+
+
+def _quantization_bit(value: Any, run: TrainerRun) -> str | None:
+    if value == 4:
+        _load_in_4bit(True, run)
+        return None
+    return "set peft.base_precision=fp8" if value == 8 else "set peft.base_precision"
 
 
 def _use_dora(value: Any, run: TrainerRun) -> None:
@@ -545,6 +555,8 @@ _SPECIAL: dict[str, Callable[[Any, TrainerRun], str | None]] = {
     "finetuning_type": _finetuning_type,
     "use_peft": _use_peft,
     "use_dora": _use_dora,
+    "load_in_4bit": _load_in_4bit,
+    "quantization_bit": _quantization_bit,
     "bf16": partial(_precision, "bf16"),
     "fp16": partial(_precision, "fp16"),
     "gradient_checkpointing": _recompute,

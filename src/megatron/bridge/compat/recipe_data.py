@@ -61,7 +61,7 @@ def default_peft_config(peft_scheme: str | PEFT | None, **changes: Any) -> PEFT 
     """Return ``LoRA(**changes)`` or ``DoRA(**changes)``, and None for None and ``none``.
 
     Args:
-        peft_scheme: ``lora``, ``dora``, a ``PEFT`` object, which is returned unchanged, or None.
+        peft_scheme: ``lora``, ``dora``, ``qlora``, a ``PEFT`` object, which is returned unchanged, or None.
         **changes: Fields of the adapter.
     """
     if peft_scheme is None or isinstance(peft_scheme, PEFT):
@@ -73,4 +73,6 @@ def default_peft_config(peft_scheme: str | PEFT | None, **changes: Any) -> PEFT 
         raise UserError(
             f"peft_scheme={peft_scheme} is not known: choose {', '.join(METHODS)}, or None"
         )
+    if scheme == "qlora":
+        changes = {"base_precision": "nf4", **changes}
     return METHODS[scheme](**changes)

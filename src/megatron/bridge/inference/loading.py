@@ -17,7 +17,7 @@ from megatron.bridge.models.conversion.pretrained import tokenizer_of
 from megatron.bridge.models.features.multi_token_prediction import drop_mtp_layers
 from megatron.bridge.models.gpt_provider import pad_query_groups
 from megatron.bridge.models.hf_pretrained import hub
-from megatron.bridge.peft import hf_adapter
+from megatron.bridge.peft import hf_adapter, low_bit_base
 from megatron.bridge.peft.checkpoint import load_adapters, saved_base
 from megatron.bridge.utils import console, storage
 from megatron.bridge.utils.errors import UserError
@@ -268,7 +268,8 @@ def attach_adapter(
     """
     path = storage.local(path)
     if not hub.is_peft_adapter(path):
-        load_adapters(chunks, path, check_method=check_method)
+        load_adapters(chunks, path, check_method=check_method, bridge=bridge)
+        low_bit_base.restore(chunks)
         return
     if bridge is None:
         raise UserError(

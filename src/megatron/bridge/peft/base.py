@@ -7,12 +7,13 @@ from typing import Any, ClassVar
 
 from torch import Tensor, nn
 
+from megatron.bridge.backends.low_bit.formats import FORMATS, BasePrecision
 from megatron.bridge.checkpoint import model_io
 from megatron.bridge.models.chunk_info import chunk_info
 from megatron.bridge.models.conversion.adapters.adapted_layers import in_adapter, mark_whole
 from megatron.bridge.models.conversion.engine import exchange
 from megatron.bridge.models.conversion.engine.plan import global_name
-from megatron.bridge.peft import targets
+from megatron.bridge.peft import low_bit_base, targets
 from megatron.bridge.peft.hf_names import HFModules
 from megatron.bridge.peft.targets import Site, TargetCandidate
 from megatron.bridge.utils.errors import UserError
@@ -43,6 +44,11 @@ class PEFT:
     """Modules to train fully and save with the adapters, by name or pattern."""
     seed: int | None = None
     """Seed of the adapters' first values; None is ``rng.seed`` of a run, and 0 outside of one."""
+    base_precision: BasePrecision | None = None
+    """Hold the frozen matrices of attention, MLPs and experts in 4 or 8 bits (QLoRA): ``nf4`` as bitsandbytes,
+    ``fp8``, ``mxfp4``. None holds them in the model's precision."""
+    base_keep_high: list[str] = field(default_factory=list)
+    """Layers that stay in the model's precision, in the form of ``modules_to_save``."""
 
     def problems(self, training: bool = True) -> list[str]:
         """One sentence for each invalid value.
@@ -51,6 +57,13 @@ class PEFT:
             training: whether what is added will be trained.
         """
         del training
+        if self.base_precision is not None and self.base_precision not in FORMATS:
+            return [
+                f"peft.base_precision={self.base_precision} is not one of {', '.join(FORMATS)}: use one of them (nf4 "
+                "is load_in_4bit of transformers)"
+            ]
+        if self.base_keep_high and self.base_precision is None:
+            return ["peft.base_keep_high has no effect without peft.base_precision: leave it out"]
         return []
 
     def notes(self) -> list[str]:
@@ -92,6 +105,7 @@ class PEFT:
             )
         self.prepare(chunks)
         full_modules = self._modules_to_save(chunks)
+        self.lower_base(chunks)
         for chunk in chunks:
             chunk.requires_grad_(False)
             for site in list(targets.sites(chunk)):
@@ -102,6 +116,7 @@ class PEFT:
                 parameter.requires_grad_(True)
                 mark_whole(parameter)
         self._refuse_nothing(chunks)
+        _refuse_trained_low_bit(chunks)
         for chunk in chunks:
             info = chunk_info(chunk)
             info.peft = self
@@ -110,6 +125,23 @@ class PEFT:
             if not training:
                 chunk.requires_grad_(False)
         return model
+
+    def lower_base(self, chunks: Sequence[nn.Module], is_loaded: bool = True) -> None:
+        """Hold the base in ``base_precision``, except ``modules_to_save``; all ranks of a replica call this.
+
+        Args:
+            chunks: All chunks of this rank, bare and without adapters.
+            is_loaded: Whether the chunks have the values of the base; else they get them later.
+        """
+        if self.base_precision is None:
+            return
+        trained = {
+            id(parameter)
+            for module in self._modules_to_save(chunks)
+            for parameter in module.parameters()
+        }
+        keep_high = self.base_keep_high
+        low_bit_base.set_precision(chunks, self.base_precision, keep_high, trained, is_loaded)
 
     def set_params_to_save(self, model: nn.Module | Sequence[nn.Module]) -> None:
         """Record the names of the trained parameters, as in the bare chunks, in ``params_to_save``.
@@ -155,6 +187,15 @@ class PEFT:
         if not any(exchange.all_gather_stages(trained)):
             raise UserError(
                 f"peft: {type(self).__name__} adds nothing to this model that could be trained"
+            )
+
+
+def _refuse_trained_low_bit(chunks: Sequence[nn.Module]) -> None:
+    for weight in low_bit_base.low_bit_weights(chunks):
+        if weight.requires_grad:
+            raise UserError(
+                f"a transform of peft trains a weight of shape {list(weight.shape)} that peft.base_precision holds in "
+                f"{weight.low_bit_format.name}: leave base_precision out"
             )
 
 

@@ -20,6 +20,7 @@ from megatron.bridge.checkpoint.collective import on_first_rank
 from megatron.bridge.models.chunk_info import chunk_info
 from megatron.bridge.models.conversion.adapters.adapted_layers import in_adapter
 from megatron.bridge.models.conversion.auto_bridge import AutoBridge
+from megatron.bridge.models.model_provider import PreWrapHook
 from megatron.bridge.peft.base import PEFT, bare_chunks
 from megatron.bridge.utils import distributed, unpickling
 from megatron.bridge.utils.config.serialize import from_plain
@@ -63,6 +64,7 @@ def load_adapters(
     checkpoint: Path,
     check_base: bool = True,
     check_method: Callable[[PEFT], None] | None = None,
+    bridge: AutoBridge | None = None,
 ) -> None:
     """Attach the adapters of a checkpoint to their base model and load them.
 
@@ -71,25 +73,38 @@ def load_adapters(
         checkpoint: A run or one of its checkpoints.
         check_base: Refuse a base model on which the adapters were not trained.
         check_method: May refuse the method of the adapters before the model changes.
+        bridge: Bridge of the base, whose weights are loaded again if the adapters need them in a low-bit format.
     """
     directory, base = saved_base(checkpoint)
     if base is None:
         raise UserError(
             f"checkpoint {directory} holds no adapters: use it as a model, or export its weights"
         )
+    method = _saved_method(directory)
+    if check_method is not None:
+        check_method(method)
+    bare = bare_chunks(chunks)
+    if method.base_precision is not None and bridge is not None:
+        method.lower_base(bare, is_loaded=False)
+        bridge.load_hf_weights(bare)  # what is published in this format keeps its codes
+    else:
+        method.lower_base(bare)
     if check_base and fingerprint(chunks) != base["fingerprint"]:
         raise UserError(
             f"checkpoint {directory} holds adapters of {base['name']}, whose weights differ from those of the given "
             "model: use the base model on which the adapters were trained"
         )
-    method = from_plain(model_io.read_run_config(directory)["peft"], trust=unpickling.is_trusted())
-    assert isinstance(method, PEFT), "a run with a base model has a PEFT method"
-    if check_method is not None:
-        check_method(method)
     method(chunks, training=False)
     verification.verify(directory)
     state = trained_state(chunks, model_io.stored_metadata(loading.load_common(directory)))
     set_trained_state(chunks, loading.load(state, directory, known=model_io.BESIDE_WEIGHTS))
+
+
+def _saved_method(directory: Path) -> PEFT:
+    """Return the method of the adapters in a checkpoint."""
+    method = from_plain(model_io.read_run_config(directory)["peft"], trust=unpickling.is_trusted())
+    assert isinstance(method, PEFT), "a run with a base model has a PEFT method"
+    return method
 
 
 def _keyed_chunks(chunks: Sequence[nn.Module]) -> Iterator[tuple[str, nn.Module]]:
@@ -173,8 +188,13 @@ def adapted_model(
 
 def load_adapted(bridge: AutoBridge, checkpoint: Path, check_base: bool = True) -> list[Any]:
     """Build the base model of ``bridge`` with the adapters of a checkpoint; see ``load_adapters``."""
+    directory, base = saved_base(checkpoint)
+    method = None if base is None else _saved_method(directory)
     provider = bridge.to_megatron_provider()
-    directory, _ = saved_base(checkpoint)
+    if method is not None and method.base_precision is not None:
+        provider = bridge.to_megatron_provider(load_weights=False)
+        provider.backend = "torch"
+        provider.register_pre_wrap_hook(_low_bit_loader(bridge, method))
     of_run = model_io.read_run_config(directory)["model"]
     for name in HEAD_SETTINGS:
         # a run can put a new head on a language model, whose first weights depend on nothing
@@ -183,3 +203,13 @@ def load_adapted(bridge: AutoBridge, checkpoint: Path, check_base: bool = True) 
     model = provider.provide_distributed_model(wrap_with_ddp=False)
     load_adapters(model, checkpoint, check_base)
     return model
+
+
+def _low_bit_loader(bridge: AutoBridge, method: PEFT) -> PreWrapHook:
+    """Return a hook that loads the base as in training: what is published in this format keeps its codes."""
+
+    def load(chunks: list[Any]) -> None:
+        method.lower_base(chunks, is_loaded=False)
+        bridge.load_hf_weights(chunks)
+
+    return PreWrapHook(load, fills_every_parameter=True)

@@ -11,12 +11,13 @@ import torch
 from megatron.core.transformer.moe.router import Router
 from torch import Tensor, nn
 
+from megatron.bridge.backends.low_bit.weight import LowBitWeight
 from megatron.bridge.models.chunk_info import chunk_info
 from megatron.bridge.models.conversion.adapters.adapted_layers import LowRankPart
 from megatron.bridge.models.hf_pretrained.causal_lm import to_dtype
 from megatron.bridge.models.hf_pretrained.safetensors_files import dtype_name
 from megatron.bridge.models.vision import provider as vision_provider
-from megatron.bridge.peft import layers, targets
+from megatron.bridge.peft import layers, low_bit_base, targets
 from megatron.bridge.peft.base import PEFT, bare_chunks
 from megatron.bridge.peft.fused_parts import CanonicalAdapter, check_queries, parts_of
 from megatron.bridge.peft.hf_names import HFModules
@@ -71,6 +72,8 @@ class LowRankPEFT(PEFT):
     """Numerator of the scaling, ``alpha / dim``."""
     use_rslora: bool = False
     """Scale by ``alpha / sqrt(dim)``."""
+    loraplus_lr_ratio: float | None = None
+    """Learning rate of the factors B divided by that of A (LoRA+), at least 1; None is the same rate."""
     dropout: float = 0.0
     """Probability."""
     dropout_position: Literal["pre", "post"] = "pre"
@@ -122,6 +125,11 @@ class LowRankPEFT(PEFT):
             # a loaded adapter may be switched off by an alpha of 0
             if not math.isfinite(alpha) or (training and alpha <= 0):
                 problems.append(f"{key}={alpha}: must be a finite number above 0")
+        ratio = self.loraplus_lr_ratio
+        if ratio is not None and not (math.isfinite(ratio) and ratio >= 1):
+            problems.append(
+                f"peft.loraplus_lr_ratio={ratio}: B learns at least as fast as A: set it to 1 or above, such as 16"
+            )
         if not 0 <= self.dropout < 1:
             problems.append(f"peft.dropout={self.dropout}: a probability is at least 0 and below 1")
         if "zero" not in (self.lora_A_init_method, self.lora_B_init_method):
@@ -396,7 +404,10 @@ class LoRAMerge:
             for module in list(layers.adapted(chunk)):
                 merged = [module.merged_weight(weight) for weight in module.adapted_site.weights]
                 for weight, value in zip(module.adapted_site.weights, merged, strict=True):
-                    weight.copy_(value)
+                    if isinstance(weight, LowBitWeight):  # rounding would lose most of the adapter
+                        low_bit_base.replace_with_full(module, weight, value)
+                    else:
+                        weight.copy_(value)
                 layers.detach(module)
             info = chunk_info(chunk)
             info.peft = None

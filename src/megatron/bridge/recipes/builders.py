@@ -308,6 +308,43 @@ def finetune_recipe(
     )
 
 
+def qlora_recipe(
+    size: Size | str,
+    *shared: LayoutOptions | FinetuneOptions,
+    what: str = "QLoRA",
+    gpus: int = 1,
+    gpu_kind: str = H100,
+    memory_gb: int | None = None,
+    **recommended: Unpack[FinetuneOptions],
+) -> FinetuneRecipe:
+    """Make a recipe that trains adapters on a base in 4 bits, or in the format that the model is published in.
+
+    It starts from the published weights, unless a call gives others. The arguments are the same as for
+    ``pretrain_recipe``.
+    """
+
+    def build(
+        size: Size | str, options: FinetuneOptions, recommended: FinetuneOptions
+    ) -> "ConfigContainer":
+        chosen: FinetuneOptions = {**options}
+        if not (chosen.get("pretrained_checkpoint") or chosen.get("hf_model")):
+            chosen["pretrained_checkpoint"] = sized(size).hub_id
+        return sft(size, chosen, recommended)
+
+    adapters: FinetuneOptions = {**ADAPTER_DEFAULTS, "peft": "qlora"}
+    return FinetuneRecipe(
+        size=size,
+        what=what,
+        stage="sft",
+        builder=build,
+        recommended=_complete(FinetuneOptions, FINETUNE_DEFAULTS, adapters, *shared, recommended),
+        gpus=gpus,
+        gpu_kind=gpu_kind,
+        memory_gb=memory_gb,
+        module=_calling_module(),
+    )
+
+
 def dpo_recipe(
     size: Size | str,
     *shared: LayoutOptions | FinetuneOptions,

@@ -5,6 +5,7 @@ from typing import Any
 
 from megatron.bridge.data.builders.hf_dataset import HFDatasetConfig
 from megatron.bridge.data.config import PackedSequenceSpecs
+from megatron.bridge.models.conversion.auto_bridge import AutoBridge
 from megatron.bridge.models.gpt_provider import GPTModelProvider
 from megatron.bridge.models.mamba_provider import MambaModelProvider
 from megatron.bridge.peft.base import PEFT
@@ -12,7 +13,7 @@ from megatron.bridge.peft.dora import DoRA
 from megatron.bridge.peft.lora import LoRA
 from megatron.bridge.utils.errors import UserError, did_you_mean
 
-METHODS: dict[str, type[LoRA] | type[DoRA]] = {"lora": LoRA, "dora": DoRA}
+METHODS: dict[str, type[LoRA] | type[DoRA]] = {"lora": LoRA, "dora": DoRA, "qlora": LoRA}
 
 TARGETS = ["linear_qkv", "linear_proj", "linear_fc1", "linear_fc2"]
 LATENT_TARGETS = ["*.self_attention.linear_*", "linear_fc1", "linear_fc2"]
@@ -27,7 +28,7 @@ def default_peft_config(
     """Return adapters of rank 16 and alpha 32 on all linear layers of attention and MLP.
 
     Args:
-        peft_scheme: ``lora`` or ``dora``. A ``PEFT`` object is returned unchanged.
+        peft_scheme: ``lora``, ``dora`` or ``qlora``. A ``PEFT`` object is returned unchanged.
         model: The model that gets the adapters. None stands for plain attention in all layers.
         **changes: Fields of the adapter with other values.
     """
@@ -37,8 +38,21 @@ def default_peft_config(
         hint = did_you_mean(peft_scheme, METHODS) or f": choose {' or '.join(METHODS)}"
         raise UserError(f"peft={peft_scheme} is not known{hint}; peft=None trains all weights")
     fields: dict[str, Any] = {"target_modules": _target_modules(model), "dim": 16, "alpha": 32}
+    if peft_scheme == "qlora":
+        fields |= _low_bit_base(model)
     fields.update(changes)
     return METHODS[peft_scheme](**fields)
+
+
+def _low_bit_base(model: GPTModelProvider | None) -> dict[str, Any]:
+    """Return the format of the base: the one that the model is published in, else NF4."""
+    config: dict[str, Any] = AutoBridge.hf_config_of(model) or {} if model is not None else {}
+    quantization: dict[str, Any] = config.get("quantization_config") or {}
+    method = quantization.get("quant_method")
+    if method == "mxfp4" or config.get("model_type") == "gpt_oss":
+        # only the experts are published in 4 bits
+        return {"base_precision": "mxfp4", "base_keep_high": ["*.self_attention.*"]}
+    return {"base_precision": "fp8" if method == "fp8" else "nf4"}
 
 
 def _target_modules(model: GPTModelProvider | None) -> list[str]:

@@ -5,7 +5,7 @@ Transformers does not apply the published coefficient of the load-balancing loss
 off). It would outweigh the language-model loss, so the recipes use 0.001.
 """
 
-from megatron.bridge.recipes.builders import finetune_recipe, pretrain_recipe
+from megatron.bridge.recipes.builders import finetune_recipe, pretrain_recipe, qlora_recipe
 from megatron.bridge.recipes.options import layout
 from megatron.bridge.recipes.sizes import size_of
 
@@ -38,6 +38,9 @@ gpt_oss_20b_finetune_config = finetune_recipe(
     what="gpt-oss 20B full fine-tuning",
     gpus=8,
     memory_gb=66,
+)
+gpt_oss_20b_qlora_config = qlora_recipe(
+    GPT_OSS_20B, what="gpt-oss 20B QLoRA on the published MXFP4 experts", memory_gb=48
 )
 gpt_oss_120b_finetune_config = finetune_recipe(
     GPT_OSS_120B,

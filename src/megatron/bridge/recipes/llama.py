@@ -7,6 +7,7 @@ from megatron.bridge.recipes.builders import (
     grpo_recipe,
     low_precision_recipe,
     pretrain_recipe,
+    qlora_recipe,
 )
 from megatron.bridge.recipes.options import (
     FP8,
@@ -237,6 +238,7 @@ llama3_70b_nvfp4_pretrain_config = pretrain_recipe(
 llama3_8b_finetune_config = finetune_recipe(
     LLAMA3_8B, layout(tp=2), what="Llama 3 8B full fine-tuning", gpus=8, memory_gb=48
 )
+llama3_8b_qlora_config = qlora_recipe(LLAMA3_8B, what="Llama 3 8B QLoRA", memory_gb=29)
 llama3_70b_finetune_config = finetune_recipe(
     LLAMA3_70B, layout(tp=8, pp=2), what="Llama 3 70B full fine-tuning", gpus=32, memory_gb=66
 )

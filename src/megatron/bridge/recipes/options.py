@@ -17,7 +17,7 @@ LowPrecision = Literal[
     "bf16_with_nvfp4_mixed",
 ]
 Precision = Literal["bf16_mixed", "fp16_mixed", "fp32"] | LowPrecision
-Adapter = Literal["lora", "dora"]
+Adapter = Literal["lora", "dora", "qlora"]
 Module = Literal[
     "core_attn",
     "layernorm",
@@ -118,7 +118,8 @@ class FinetuneOptions(LayoutOptions, ScheduleOptions, total=False):
     enough, with ``dataset.do_test=false`` the first two. Or a single file, a folder that `datasets` saved, or a
     dataset on the hub, of which some records are held out for validation. None trains on mock data."""
     peft: "Adapter | PEFT | None"
-    """``lora``, ``dora`` or a ``PEFT`` object trains adapters on frozen weights. None trains all weights."""
+    """``lora``, ``dora``, ``qlora`` (LoRA on a base in 4 bits) or a ``PEFT`` object trains adapters on frozen weights.
+    None trains all weights."""
 
 
 FP8: PretrainOptions = {"precision": "bf16_with_fp8_current_scaling_mixed"}

@@ -6,6 +6,7 @@ from megatron.bridge.recipes.builders import (
     finetune_recipe,
     grpo_recipe,
     pretrain_recipe,
+    qlora_recipe,
 )
 from megatron.bridge.recipes.options import (
     FP8,
@@ -537,6 +538,7 @@ qwen3_30b_a3b_finetune_config = finetune_recipe(
     gpus=16,
     memory_gb=63,
 )
+qwen3_30b_a3b_qlora_config = qlora_recipe(QWEN3_30B_A3B, what="Qwen 3 30B-A3B QLoRA", memory_gb=58)
 qwen3_30b_a3b_grpo_config = grpo_recipe(
     QWEN3_30B_A3B, layout(ep=8), what="Qwen 3 30B-A3B GRPO", gpus=16, memory_gb=68
 )

@@ -114,7 +114,7 @@ NAMES = [
     dry("step function of no module", ["--step-func", "mine.step"], "no module named 'mine'"),
     dry("step function that is missing", ["--step-func", "math.setp"], "math", "setp"),
     dry("adapters without a base model", ["--peft-scheme", "lora"], "use a finetune recipe"),
-    dry("unknown adapters", ["--peft-scheme", "qlora"], "peft=qlora", "lora", base=TUNE),
+    dry("unknown adapters", ["--peft-scheme", "qloraa"], "peft=qloraa", "qlora", base=TUNE),
     dry(
         "two kinds of adapters",
         ["--mode", "lora", "--peft-scheme", "dora"],

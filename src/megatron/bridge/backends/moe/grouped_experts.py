@@ -30,6 +30,7 @@ from megatron.core.transformer.utils import (
 from megatron.core.utils import divide
 
 from megatron.bridge.backends.decoding.packed_linear import PackedWeight
+from megatron.bridge.backends.low_bit.weight import LowBitWeight, full_weight
 
 
 class _GroupedMatmul(torch.autograd.Function):
@@ -51,6 +52,8 @@ class _GroupedMatmul(torch.autograd.Function):
             )
         out = x.new_empty(x.size(0), weights[0].size(0))
         for index, rows in enumerate(_expert_slices(counts)):
+            if rows.start == rows.stop:
+                continue  # a low-bit weight would be dequantized for nothing
             if biased:
                 torch.addmm(biases[index], x[rows], weights[index].t(), out=out[rows])
             else:
@@ -72,7 +75,8 @@ class _GroupedMatmul(torch.autograd.Function):
         if ctx.needs_input_grad[0]:
             grad_x = torch.empty_like(x)
             for weight, rows in zip(weights, slices, strict=True):
-                torch.mm(grad[rows], weight, out=grad_x[rows])
+                if rows.start < rows.stop:
+                    torch.mm(grad[rows], weight, out=grad_x[rows])
         grad_weights = [
             grad[rows].t() @ x[rows] if need else None
             for rows, need in zip(slices, needed, strict=False)
@@ -134,7 +138,12 @@ def can_use_grouped_mm(x: torch.Tensor, weight: torch.Tensor) -> bool:
 
 
 def stack_weights(weights: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Stack weights to [experts, out, in]: a view if they are evenly spaced in one storage, else a copy."""
+    """Stack weights to [experts, out, in]: a view if they are evenly spaced in one storage, else a copy.
+
+    Low-bit weights are dequantized.
+    """
+    if isinstance(weights[0], LowBitWeight):
+        return torch.stack([full_weight(weight) for weight in weights])
     first = weights[0]
     size = weights[0].numel()
     starts = [weight.data_ptr() for weight in weights]

@@ -19,7 +19,17 @@ from megatron.bridge.cli.support.parser import (
 from megatron.bridge.inference.speculation import METHODS
 
 DTYPES = ("float32", "bfloat16", "float16")
-TRAIN_MODES = ("pretrain", "sft", "lora", "dora", "distill", "cache-teacher", "dpo", "grpo")
+TRAIN_MODES = (
+    "pretrain",
+    "sft",
+    "lora",
+    "dora",
+    "qlora",
+    "distill",
+    "cache-teacher",
+    "dpo",
+    "grpo",
+)
 
 
 def add_recipe_options(
@@ -82,7 +92,7 @@ def add_recipe_options(
     parser.add_argument(
         "--peft-scheme",
         metavar="NAME",
-        help="adapter to train, lora or dora; the same as --mode",
+        help="adapter to train: lora, dora or qlora; the same as --mode",
     )
     parser.add_argument(
         "--packed-sequence",

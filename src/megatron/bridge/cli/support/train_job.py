@@ -41,7 +41,7 @@ from megatron.bridge.utils.errors import UserError
 if TYPE_CHECKING:
     from megatron.bridge.training.config import ConfigContainer, Resolved
 
-ADAPTERS = ("lora", "dora")
+ADAPTERS = ("lora", "dora", "qlora")
 DISTILL_MODES = ("distill", "cache-teacher")
 OWN_STEP = (*DISTILL_MODES, "dpo", "grpo")  # modes with a forward step of their own
 
@@ -166,8 +166,8 @@ def _check_adapters(job: TrainJob, overrides: Sequence[str]) -> None:
     members = [key for key in values if key.startswith("peft.")]
     if job.config.peft is None and members and "peft" not in values:
         raise UserError(
-            f"{members[0]} needs adapters, which {job.source} does not have: add --peft-scheme lora "
-            "or --peft-scheme dora"
+            f"{members[0]} needs adapters, which {job.source} does not have: add --peft-scheme lora, "
+            "dora or qlora"
         )
     if values.get("peft") in ADAPTERS:
         raise UserError(f"peft={values['peft']} is an option: write --peft-scheme {values['peft']}")
@@ -259,7 +259,12 @@ def _check_mode(job: TrainJob, args: argparse.Namespace) -> None:
             f"--mode {job.mode}, but {job.source} has no {job.mode}: use a recipe for fine-tuning, or leave --mode out"
         )
     peft = type(job.config.peft).__name__
-    if job.mode in ADAPTERS and not peft.lower().endswith(job.mode):  # CanonicalLoRA is a LoRA
+    if job.mode == "qlora" and getattr(job.config.peft, "base_precision", None) is None:
+        raise UserError(
+            f"--mode qlora, but {job.source} has no peft.base_precision: set it, or use --mode lora"
+        )
+    method = "lora" if job.mode == "qlora" else job.mode
+    if job.mode in ADAPTERS and not peft.lower().endswith(method):  # CanonicalLoRA is a LoRA
         peft_phrase = "no peft" if job.config.peft is None else f"peft={peft}"
         raise UserError(
             f"--mode {job.mode}, but {job.source} has {peft_phrase}: change its peft, or leave --mode out"

@@ -11,7 +11,7 @@ of a tensor does a tenth of the work.
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from types import MappingProxyType
 from typing import Literal
@@ -157,6 +157,15 @@ class StoredMatrix:
         """Return the largest number that a code stands for."""
         assert self.table is not None
         return float(self.table[:, 0].nan_to_num(nan=0.0).max())
+
+
+@dataclass(frozen=True)
+class _Ones(StoredMatrix):
+    """A matrix of ones, in the place of codes or scales."""
+
+    def read(self, stored: Stored, matrix: int | None, rows: range, columns: range) -> Tensor:
+        del stored, matrix
+        return torch.ones(len(rows), len(columns))
 
 
 @dataclass(frozen=True)
@@ -464,6 +473,22 @@ class QuantizedTensor:
             part = range(here[0] * width, (here[-1] + 1) * width)
             numbers = self.parts.read(stored, None, range(1), part).reshape(-1, width)
             target[start : start + at_once].copy_(numbers[:: here.step, _slice_of(columns)])
+
+    def as_product(self) -> "tuple[QuantizedTensor, QuantizedTensor] | None":
+        """Return the numbers of the codes, and the scale of each one, as tensors of this shape.
+
+        Returns:
+            None if a number is not exactly a code's number times a scale.
+        """
+        parts = self.parts
+        if parts.divides or parts.zero is not None or parts.factor != 1.0 or parts.offset:
+            return None
+        scale_of_one = _Ones(parts.numbers.entry, (1, 1))
+        numbers = _Ones(parts.numbers.entry, parts.shape)
+        return (
+            replace(self, parts=replace(parts, scale=scale_of_one, groups=None)),
+            replace(self, parts=replace(parts, numbers=numbers)),
+        )
 
     def encode(
         self,

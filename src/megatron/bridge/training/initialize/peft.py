@@ -13,6 +13,7 @@ from megatron.bridge.checkpoint.collective import on_first_rank
 from megatron.bridge.models.chunk_info import chunk_info
 from megatron.bridge.models.conversion import pretrained
 from megatron.bridge.models.model_provider import PreWrapHook
+from megatron.bridge.peft import low_bit_base
 from megatron.bridge.peft.checkpoint import fingerprint, set_trained_state, trained_state
 from megatron.bridge.training.config import ConfigContainer
 from megatron.bridge.training.optim.optimizer_state import reload_main_weights
@@ -37,10 +38,11 @@ def adapting_hook(config: ConfigContainer, training: bool = True) -> PreWrapHook
 
     def adapt(chunks: list[MegatronModule]) -> None:
         directory = pretrained.local_weights(source)
+        peft.lower_base(chunks, is_loaded=False)
         pretrained.load_weights(chunks, directory, config.checkpoint.ignore_adapter)
         base = {"name": source, "fingerprint": fingerprint(chunks)}
         peft(list(chunks), training)
-        for note in peft.notes():
+        for note in (*peft.notes(), *low_bit_base.notes(chunks)):
             print_rank_0(f"note: {note}")
         for chunk in chunks:
             chunk_info(chunk).base = base

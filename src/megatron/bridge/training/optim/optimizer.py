@@ -30,6 +30,8 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.utils import unwrap_model
 
 from megatron.bridge.backends.fsdp.sharded_rows import local_rows, sharded_names
+from megatron.bridge.models.chunk_info import chunk_info
+from megatron.bridge.models.conversion.adapters.adapted_layers import in_adapter
 from megatron.bridge.training.config.blocks.optimizer import STATE_NAMES, ParameterOverride
 from megatron.bridge.training.initialize.freezing import check_patterns, named_parameters
 from megatron.bridge.utils.errors import UserError
@@ -229,7 +231,8 @@ def config_overrides(
     """Megatron-Core's overrides for a config: its standard rules, then ``overrides``, which take precedence.
 
     By default, biases and all other vectors have no weight decay (except the norms of queries and keys with
-    ``apply_wd_to_qk_layernorm``), and the embedding and the output layer have ``decoupled_lr``.
+    ``apply_wd_to_qk_layernorm``), and the embedding and the output layer have ``decoupled_lr``. Adapters may have
+    ``loraplus_lr_ratio``.
     """
     entries: list[ParameterOverride] = getattr(config, "overrides", [])
     named = [item for item in named_parameters(unwrap_model(list(chunks))) if item[1].requires_grad]
@@ -237,10 +240,12 @@ def config_overrides(
     check_patterns("optimizer.overrides", patterns, [name for name, _ in named])
     groups: dict[tuple[tuple[str, float], ...], set[int]] = {}
     standard = get_standard_config_overrides(config)
+    method = chunk_info(chunks[0]).peft
     for name, parameter in named:
         parameter_overrides: dict[str, Any] = {}
         for key, override in standard.items():
             parameter_overrides |= override if key.matches(parameter, name) else {}
+        parameter_overrides |= _adapter_rates(config, method, name)
         parameter_overrides |= _override_of(config, entries, name)
         groups.setdefault(tuple(sorted(parameter_overrides.items())), set()).add(id(parameter))
     return {
@@ -255,6 +260,16 @@ def _exact_key(name: str, ids: set[int]) -> ParamKey:
     return ParamKey(
         with_name_predicate=ParamWithNamePredicate(name, lambda parameter, _: id(parameter) in ids)
     )
+
+
+def _adapter_rates(config: OptimizerConfig, method: Any, name: str) -> dict[str, float]:
+    """Return the learning rates of the factors B, and of the magnitudes of DoRA, with LoRA+."""
+    ratio = getattr(method, "loraplus_lr_ratio", None)
+    is_scaled = name.endswith((".b", ".magnitude"))
+    if ratio is None or not in_adapter(name) or not is_scaled:
+        return {}
+    assert config.lr is not None, "the config is not resolved"
+    return {"max_lr": config.lr * ratio, "min_lr": (config.min_lr or 0.0) * ratio}
 
 
 def _override_of(

@@ -14,9 +14,11 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from megatron.bridge.backends.fsdp import sharded_rows
+from megatron.bridge.backends.low_bit.weight import LowBitWeight
 from megatron.bridge.models.conversion.engine.plan import ConversionPlan, WeightConversionTask
 from megatron.bridge.models.conversion.model_bridge import MegatronModelBridge
 from megatron.bridge.models.conversion.param_mapping import CopyRange
+from megatron.bridge.models.hf_pretrained.quantized_checkpoint import QuantizedCheckpoint
 from megatron.bridge.models.hf_pretrained.safetensors_files import SafetensorsCheckpoint, dtype_name
 from megatron.bridge.utils import console, distributed
 from megatron.bridge.utils.errors import UserError, first_few, first_problems
@@ -98,6 +100,8 @@ def fill(
         invalid = fill(bridge, replace(task, param_weight=values), checkpoint)
         sharded_rows.set_local_rows(parameter, values)
         return invalid
+    if isinstance(task.param_weight, LowBitWeight):
+        return _fill_low_bit(bridge, task, checkpoint)
     # each thread has its own grad mode
     with torch.no_grad():
         if bridge.computes_on_load or not task.mapping.copies:
@@ -109,6 +113,52 @@ def fill(
         if name in checkpoint:
             checkpoint.release(name, expert)
     return invalid
+
+
+def _fill_low_bit(
+    bridge: MegatronModelBridge, task: WeightConversionTask, checkpoint: SafetensorsCheckpoint
+) -> list[str]:
+    """Load a parameter that is held in few bits; see ``fill``.
+
+    A source in the same format keeps its codes. Values of another format are quantized as they are. Plain weights are
+    first rounded to the dtype of the parameter, as in a model that is quantized after it was loaded.
+    """
+    weight = cast(LowBitWeight, task.param_weight)
+    is_packed = isinstance(checkpoint, QuantizedCheckpoint) and all(
+        name in checkpoint.packed for name in task.mapping.hf_names
+    )
+    dtype = torch.float32 if is_packed else weight.dtype
+    values = torch.empty(weight.shape, dtype=dtype)
+    in_full = replace(task, param_weight=values)
+    copies = task.mapping.copies and not bridge.computes_on_load
+    kept = None
+    if is_packed and copies:
+        kept = _codes_of_source(weight, in_full, cast(QuantizedCheckpoint, checkpoint))
+    invalid = fill(bridge, in_full, checkpoint)
+    with torch.no_grad():
+        if kept is None:
+            weight.set_values(values)
+        else:
+            codes, scales = kept
+            weight.set_codes(codes, scales, of_source=True)
+    return invalid
+
+
+@torch.no_grad()
+def _codes_of_source(
+    weight: LowBitWeight, task: WeightConversionTask, checkpoint: QuantizedCheckpoint
+) -> tuple[Tensor, Tensor] | None:
+    """Return codes and scales with exactly the values of the source, or None if the weight's format has none."""
+    numbers = torch.zeros(weight.shape)
+    scales = torch.ones(weight.shape)
+    for piece in task.mapping.copy_ranges(task.shard):
+        parts = checkpoint.packed[piece.hf].as_product()
+        if parts is None:
+            return None
+        of_numbers, of_scales = parts
+        of_numbers.fill(checkpoint.stored, piece.hf_index, piece.of_shard(numbers))
+        of_scales.fill(checkpoint.stored, piece.hf_index, piece.of_shard(scales))
+    return weight.low_bit_format.keep(numbers, scales)
 
 
 def _invalid_tensors(task: WeightConversionTask, checkpoint: SafetensorsCheckpoint) -> list[str]:

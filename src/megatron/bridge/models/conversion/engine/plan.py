@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron.bridge.backends.fsdp import sharded_rows
+from megatron.bridge.backends.low_bit.weight import full_weight
 from megatron.bridge.checkpoint import model_io
 from megatron.bridge.models.conversion.adapters.adapted_layers import AdaptedModule, in_adapter
 from megatron.bridge.models.conversion.declare.vocabulary import made_by
@@ -83,10 +84,11 @@ class WeightConversionTask:
             and isinstance(self.megatron_module, AdaptedModule)
         ):
             with sharded_rows.gathered(cast(nn.Module, self.megatron_module)) as gathered:
-                return self.megatron_module.merged_weight(
-                    gathered.get(id(self.param_weight), self.param_weight)
-                )
-        return None if self.param_weight is None else sharded_rows.whole(self.param_weight)
+                weight = gathered.get(id(self.param_weight), self.param_weight)
+                return full_weight(self.megatron_module.merged_weight(weight))
+        if self.param_weight is None:
+            return None
+        return full_weight(sharded_rows.whole(self.param_weight))
 
     @property
     def pp_rank(self) -> int:

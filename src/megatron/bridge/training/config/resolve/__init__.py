@@ -12,7 +12,11 @@ from typing import Any
 from megatron.bridge.training.config.resolve import parallelism
 from megatron.bridge.training.config.resolve.data import derive_data, derive_mtp_layers
 from megatron.bridge.training.config.resolve.findings import Findings, Hardware
-from megatron.bridge.training.config.resolve.precision import check_quantization, derive_precision
+from megatron.bridge.training.config.resolve.precision import (
+    check_quantization,
+    derive_backend,
+    derive_precision,
+)
 from megatron.bridge.training.config.resolve.requirements import check_requirements
 from megatron.bridge.training.config.resolve.schedule import (
     derive_folders,
@@ -77,6 +81,7 @@ def _derive(config: RunConfig, world_size: int, findings: Findings) -> None:
     """Run all steps; later ones read what earlier ones set."""
     derive_mtp_layers(config, findings)
     derive_precision(config, findings)
+    derive_backend(config, findings)
     check_quantization(config, findings)
     parallelism.derive_sharding(config, world_size, findings)
     parallelism.derive_overlap(config, world_size, findings)

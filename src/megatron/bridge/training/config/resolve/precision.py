@@ -45,6 +45,25 @@ def derive_precision(config: RunConfig, findings: Findings) -> None:
     _set_grad_reduce(config, precision, findings)
 
 
+def derive_backend(config: RunConfig, findings: Findings) -> None:
+    """Give a base in a low-bit format layers that can use it, built where it does not need memory in full."""
+    precision = config.peft and config.peft.base_precision
+    if not precision:
+        return
+    model = config.model
+    if model.backend == "transformer_engine":
+        findings.problems.append(
+            f"peft.base_precision={precision} needs layers of PyTorch: set model.backend=torch"
+        )
+    elif model.backend == "auto":
+        model.backend = "torch"
+        if findings.hardware.transformer_engine:
+            findings.notes.append(
+                f"model.backend=torch, because peft.base_precision={precision} needs layers of PyTorch"
+            )
+    model.use_cpu_initialization = True  # matrices go to the GPU one by one, quantized
+
+
 def check_quantization(config: RunConfig, findings: Findings) -> None:
     """Require hardware for FP8 and FP4: a machine without it would silently compute in another format."""
     if not (config.model.fp8 or config.model.fp4):

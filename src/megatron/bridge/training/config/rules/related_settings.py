@@ -114,6 +114,17 @@ EXCLUSIONS = [
         "distill.hidden_layers",
         remedy="an adapter checkpoint cannot hold the trained projection, learn from logits only",
     ),
+    *(
+        Exclusive(
+            "peft.base_precision",
+            setting,
+            remedy="the frozen weights are not plain tensors, remove one of them",
+        )
+        for setting in (
+            *("dist.use_torch_fsdp2", "ddp.use_megatron_fsdp", "rng.data_parallel_random_init"),
+            *("model.fp8", "model.fp4", "model.cpu_offloading", "grpo"),
+        )
+    ),
     Exclusive(
         "distill.cache",
         "distill.hidden_layers",
