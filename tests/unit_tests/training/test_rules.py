@@ -579,6 +579,11 @@ CASES = {
         4,
         ["global_batch_size=10", "use 8 or 16"],
     ),
+    "validation_sets_can_be_read": (
+        {"validation.sets": {"a/b": None, "other": "data/text"}},
+        1,
+        ["validation.sets: a/b", "without a slash", "other", "data/text", "give a number"],
+    ),
     "sequence_fits_model": (
         {"dataset.seq_length": 64},
         1,

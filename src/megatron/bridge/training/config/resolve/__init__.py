@@ -15,6 +15,7 @@ from megatron.bridge.training.config.resolve.findings import Findings, Hardware
 from megatron.bridge.training.config.resolve.precision import check_quantization, derive_precision
 from megatron.bridge.training.config.resolve.requirements import check_requirements
 from megatron.bridge.training.config.resolve.schedule import (
+    derive_evaluation_alone,
     derive_folders,
     derive_length,
     derive_schedule,
@@ -75,6 +76,7 @@ def resolve[ConfigT: RunConfig](
 
 def _derive(config: RunConfig, world_size: int, findings: Findings) -> None:
     """Run all steps; later ones read what earlier ones set."""
+    derive_evaluation_alone(config)
     derive_mtp_layers(config, findings)
     derive_precision(config, findings)
     check_quantization(config, findings)

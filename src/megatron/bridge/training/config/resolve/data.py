@@ -54,6 +54,14 @@ def tuning_parts(dataset: DatasetConfig) -> Sequence[RecordDatasetConfig]:
     return [dataset] if isinstance(dataset, RecordDatasetConfig) else []
 
 
+def validation_sets(config: RunConfig) -> dict[str, DatasetConfig]:
+    """Return the dataset of each set of ``validation.sets`` by its name."""
+    return {
+        name: config.dataset if source is None else config.dataset.held_out_from(source)
+        for name, source in config.validation.sets.items()
+    }
+
+
 def _continue_template(part: RecordDatasetConfig, config: RunConfig) -> None:
     """Render conversations as the run did that trained the weights from which this one starts.
 

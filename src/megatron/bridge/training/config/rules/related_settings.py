@@ -85,6 +85,9 @@ EXCLUSIONS = [
     # generation needs the weights of a rank in whole
     Exclusive("grpo", "dist.use_torch_fsdp2", remedy="use the distributed optimizer"),
     Exclusive("grpo", "ddp.use_megatron_fsdp", remedy="use the distributed optimizer"),
+    # completions are sampled with the weights of the optimizer's step, and held-out prompts are no losses of batches
+    Exclusive("grpo", "train.skip_train", remedy="evaluate with `megatron-bridge eval` instead"),
+    Exclusive("grpo", "validation.sets", remedy="held-out prompts are one set, unset the second"),
     # such a model has no probabilities of tokens
     Exclusive("model.head", "distill", remedy="a head has no tokens to compare, unset one of them"),
     Exclusive("model.head", "dpo", remedy="a head has no tokens to compare, unset one of them"),
@@ -142,6 +145,17 @@ REQUIREMENTS = [
         On("peft"),
         needs=[On("checkpoint.pretrained_checkpoint")],
         remedy="give the weights to put the adapters on, a Megatron checkpoint or a Hugging Face directory",
+    ),
+    Requirement(
+        AnyOf(On("train.skip_train"), On("validation.sets")),
+        needs=[On("validation.eval_iters")],
+        remedy="set the number of batches of an evaluation",
+    ),
+    # buffers and graphs have the shape of a microbatch of training
+    Requirement(
+        On("validation.eval_micro_batch_size"),
+        needs=[Equals("model.tp_comm_overlap", False), Equals("model.cuda_graph_impl", "none")],
+        remedy="set that, or evaluate with train.micro_batch_size",
     ),
     Requirement(
         Equals("grpo.loss_type", "luspo"),
