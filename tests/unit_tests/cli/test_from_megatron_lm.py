@@ -189,7 +189,10 @@ def test_settings_of_a_command_line():
 
 def test_evaluation_of_several_sets():
     config = _config(
-        TINY + RUN.replace("--mock-data", "") + NULL + "--train-data-path corpus/a --valid-data-path corpus/b corpus/c "
+        TINY
+        + RUN.replace("--mock-data", "")
+        + NULL
+        + "--train-data-path corpus/a --valid-data-path corpus/b corpus/c "
         "--multiple-validation-sets --validation-set-names code text --skip-train "
         "--eval-micro-batch-size 2 --eval-global-batch-size 4"
     )

@@ -113,7 +113,18 @@ CASES = {
     "offloaded_layers_exist": (
         {"model.cpu_offloading": True, "model.cpu_offloading_num_layers": 4},
         1,
-        ["cpu_offloading_num_layers=4", "between 0 and 3"],
+        ["cpu_offloading_num_layers=4", "between 1 and 3"],
+    ),
+    "offloading_fits_backend": (
+        {
+            "model.cpu_offloading": True,
+            "model.cpu_offloading_num_layers": 1,
+            "model.recompute_granularity": "full",
+            "model.recompute_method": "uniform",
+            "model.recompute_num_layers": 1,
+        },
+        1,
+        ["model.cpu_offloading=True", "model.recompute_granularity=full", "selective"],
     ),
     "delayed_wgrad_is_set_for_both": (
         {"model.delay_wgrad_compute": True},
@@ -767,10 +778,6 @@ RELATED = [
             f"{PP}=1 or {VP} > 1",
             "recompute_granularity!=full",
         ],
-    ),
-    (
-        {"model.cpu_offloading": True, PP: 2},
-        [f"model.cpu_offloading=True needs {PP}=1: or switch it off"],
     ),
     (
         {"optimizer.optimizer_cpu_offload": True, "optimizer.optimizer": "sgd"},

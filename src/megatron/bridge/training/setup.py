@@ -51,6 +51,7 @@ from megatron.bridge.training.step.forward_step import (
     returns_schedule_plan,
     takes_state,
 )
+from megatron.bridge.training.step.label_smoothing import smooth_labels
 from megatron.bridge.utils import distributed, unpickling
 from megatron.bridge.utils.config.origins import Origins
 from megatron.bridge.utils.console import print_rank_0
@@ -120,6 +121,8 @@ def setup(
     unpickling.trust_checkpoints(config.checkpoint.trust_checkpoint)
     start = find_starting_point(config)  # refuses a damaged checkpoint before the model is built
     model = build_model(config)
+    if config.train.label_smoothing:
+        smooth_labels(model, config.train.label_smoothing)
     if config.train.skip_train:
         optimizer: MegatronOptimizer = ChainedOptimizer([])
     else:

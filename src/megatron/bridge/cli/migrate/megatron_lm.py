@@ -48,6 +48,10 @@ SETTINGS: dict[str, tuple[ConfigSetting, ...]] = {
         ConfigSetting("model.recompute_method", "uniform"),
         ConfigSetting("model.recompute_num_layers", 1),
     ),
+    "cpu-offloading-num-layers": (
+        ConfigSetting("model.cpu_offloading", True),
+        ConfigSetting("model.cpu_offloading_num_layers"),
+    ),
     "disable-bias-linear": (ConfigSetting("model.add_bias_linear", False),),
     "grad-reduce-in-bf16": (ConfigSetting("ddp.grad_reduce_in_fp32", False),),
     "no-bias-gelu-fusion": (ConfigSetting("model.bias_activation_fusion", False),),

@@ -28,6 +28,7 @@ from megatron.bridge.training.callbacks.observe.logging import Logging
 from megatron.bridge.training.callbacks.observe.profiling import Profiling, StopProfiling
 from megatron.bridge.training.callbacks.observe.sample_generation import GenerationSamples
 from megatron.bridge.training.config import ConfigContainer
+from megatron.bridge.training.step.embedding_noise import EmbeddingNoise
 
 
 def default_callbacks(
@@ -38,6 +39,7 @@ def default_callbacks(
     nvrx = config.nvrx_straggler
     profiling = None if config.profiling is None else Profiling(config)
     rerun = config.rerun_state_machine
+    noise = config.train.neftune_noise_alpha
     trains = not config.train.skip_train
     keeps_best = config.validation.patience or config.checkpoint.keep_best
     copies_to_hf = config.checkpoint.also_save_hf_checkpoint
@@ -54,6 +56,7 @@ def default_callbacks(
         DataPosition(),  # before any data is read
         DataPreview(),  # before any time is spent on wrong data
         ParamGather(),  # after the last step, before anything reads the weights
+        EmbeddingNoise(noise) if noise and trains else None,
         FirstStepForecast(),
         Logging(config),  # a step is logged before it is evaluated
         profiling

@@ -45,6 +45,12 @@ class TrainingConfig:
     """Patterns of parameters to freeze, such as ``embedding.*`` or ``decoder.layers.0.*``: Megatron's
     names, ``*`` for any characters, layers numbered over all pipeline stages.
     """
+    label_smoothing: Annotated[float, Range(least=0, below=1)] = 0.0
+    """Share of the probability of each target that the training loss spreads over the vocabulary, as
+    ``label_smoothing`` of PyTorch's ``cross_entropy``. Evaluations do not smooth.
+    """
+    neftune_noise_alpha: Annotated[float | None, Range(above=0)] = None
+    """Add uniform noise of this strength to the embeddings of training samples (NEFTune); usual are 5 to 15."""
     skip_train: bool = False
     """Evaluate the weights on validation and test data, and train nothing: there is no optimizer, and nothing is
     saved.

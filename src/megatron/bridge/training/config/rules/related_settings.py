@@ -88,6 +88,15 @@ EXCLUSIONS = [
     # completions are sampled with the weights of the optimizer's step, and held-out prompts are no losses of batches
     Exclusive("grpo", "train.skip_train", remedy="evaluate with `megatron-bridge eval` instead"),
     Exclusive("grpo", "validation.sets", remedy="held-out prompts are one set, unset the second"),
+    # these losses are no cross entropies of tokens
+    Exclusive("distill", "train.label_smoothing", remedy="the teacher's distribution is smooth"),
+    Exclusive("dpo", "train.label_smoothing", remedy="use dpo.label_smoothing"),
+    Exclusive("grpo", "train.label_smoothing", remedy="unset the second"),
+    Exclusive("model.head", "train.label_smoothing", remedy="unset the second"),
+    # what they are compared with sees the same embeddings
+    Exclusive("distill", "train.neftune_noise_alpha", remedy="unset the second"),
+    Exclusive("dpo", "train.neftune_noise_alpha", remedy="unset the second"),
+    Exclusive("grpo", "train.neftune_noise_alpha", remedy="unset the second"),
     # such a model has no probabilities of tokens
     Exclusive("model.head", "distill", remedy="a head has no tokens to compare, unset one of them"),
     Exclusive("model.head", "dpo", remedy="a head has no tokens to compare, unset one of them"),
@@ -284,14 +293,6 @@ REQUIREMENTS = [
                 Equals("model.mtp_num_layers", 0),
                 Equals("model.mtp_num_layers", 1),
             ),
-        ],
-        remedy="or switch it off",
-    ),
-    Requirement(
-        On("model.cpu_offloading"),
-        needs=[
-            Equals("model.pipeline_model_parallel_size", 1),
-            Equals("model.recompute_granularity", None),
         ],
         remedy="or switch it off",
     ),
