@@ -45,7 +45,11 @@ Sampler = (
     MegatronPretrainingSampler | MegatronPretrainingBatchSampler | MegatronPretrainingRandomSampler
 )
 BATCH_KEYS = ("tokens", "labels", "loss_mask", "position_ids")
-OPTIONAL_KEYS = ("padding_mask", "desirable")  # the second one of rows of ``LabeledRows``
+OPTIONAL_KEYS = (
+    "padding_mask",
+    "desirable",  # of ``LabeledRows``
+    "relevance",  # of ``RelevanceRows``
+)
 
 
 class DataIterator(Protocol):

@@ -9,10 +9,12 @@ from megatron.bridge.data.config import (
     BlendedDatasetConfig,
     ClassificationDatasetConfig,
     DatasetConfig,
+    EmbeddingDatasetConfig,
     PackedSequenceSpecs,
     PreferenceDatasetConfig,
     PromptDatasetConfig,
     RecordDatasetConfig,
+    RerankDatasetConfig,
     TokenClassificationDatasetConfig,
 )
 from megatron.bridge.data.energon import EnergonProvider
@@ -100,6 +102,8 @@ def has_tower(config: RunConfig) -> bool:
 
 
 def _count_classes(part: RecordDatasetConfig, config: RunConfig) -> None:
+    if isinstance(part, EmbeddingDatasetConfig | RerankDatasetConfig):
+        config.model.hard_negatives = config.model.hard_negatives or part.negatives
     if not isinstance(part, ClassificationDatasetConfig | TokenClassificationDatasetConfig):
         return
     if part.num_labels is None:

@@ -199,7 +199,14 @@ REQUIREMENTS = [
     # the other texts of a microbatch are what a query is told apart from
     Requirement(
         Equals("model.head", "embedding"),
-        needs=[Exceeds("train.micro_batch_size", 1), Exceeds("model.contrastive_temperature", 0)],
+        needs=[
+            AnyOf(
+                Exceeds("train.micro_batch_size", 1),
+                Exceeds("model.hard_negatives", 0),
+                On("model.gather_negatives"),
+            ),
+            Exceeds("model.contrastive_temperature", 0),
+        ],
         remedy="raise them",
     ),
     # Megatron-Core shards only Adam, and would refuse after building the model
