@@ -827,7 +827,8 @@ RELATED = [
             "model.contrastive_temperature": 0.0,
         },
         [
-            "head=embedding needs train.micro_batch_size > 1; model.contrastive_temperature > 0: raise them"
+            "head=embedding needs train.micro_batch_size > 1 or model.hard_negatives > 0",
+            "model.gather_negatives; model.contrastive_temperature > 0: raise them",
         ],
     ),
     (
