@@ -15,6 +15,7 @@ from megatron.bridge.data.config import (
     ClassificationDatasetConfig,
     EmbeddingDatasetConfig,
     PackedSequenceSpecs,
+    RerankDatasetConfig,
     RewardDatasetConfig,
     TokenClassificationDatasetConfig,
 )
@@ -43,6 +44,8 @@ LAYOUTS = {
     "tp2": TP2,
     "pp2": PP2,
     "cp2": {"context_parallel_size": 2},
+    # two data-parallel ranks with half of the texts each
+    "gathered": {"gather_negatives": True},
 }
 KINDS = {
     "classes": ("LlamaForSequenceClassification", CLASSES, "classification loss"),
@@ -50,7 +53,16 @@ KINDS = {
     "rewards": ("LlamaForSequenceClassification", 1, "reward loss"),
     "mean": ("LlamaModel", None, "contrastive loss"),
     "last_token": ("LlamaModel", None, "contrastive loss"),
+    "negatives": ("LlamaModel", None, "contrastive loss"),
+    "relevance": ("LlamaForSequenceClassification", 1, "relevance loss"),
+    "ranking": ("LlamaForSequenceClassification", 1, "ranking loss"),
 }
+NEGATIVES, DIMS, WEIGHTS = 2, [32, 8], [1.0, 0.5]
+SETTINGS = {
+    "mean": {"pooling": "mean"},
+    "negatives": {"matryoshka_dims": DIMS, "matryoshka_weights": WEIGHTS},
+}
+"""Settings of the model of a kind."""
 SIZES = {
     "vocab_size": VOCABULARY,
     "hidden_size": 32,
@@ -88,7 +100,17 @@ def record(kind, number, first, second):
     if kind == "rewards":  # the first two tokens of the first text are the prompt of both
         answers = {"chosen": as_text(first[2:]), "rejected": as_text(second)}
         return {"prompt": as_text(first[:2]), **answers}
-    return {"query": as_text(first), "positive": as_text(second)}
+    if kind == "relevance":
+        return {"query": as_text(first), "document": as_text(second), "label": number / 3}
+    pair = {"query": as_text(first), "positive": as_text(second)}
+    if kind in ("negatives", "ranking"):
+        pair["negatives"] = [as_text(ids) for ids in negatives_of(number)]
+    return pair
+
+
+def negatives_of(number):
+    """Two texts that do not fit a record: parts of those of others."""
+    return [texts()[(number + step) % len(LENGTHS)][1][:3] for step in (1, 2)]
 
 
 def pair_of(kind, first, second):
@@ -111,7 +133,7 @@ def places(tmp_path_factory):
     return root
 
 
-def save_tokenizer(folder):
+def save_tokenizer(folder, **special):
     """A tokenizer that knows which token is of which word; a word is the number of its token."""
     numbers = {str(token): token for token in range(1, VOCABULARY)}
     tokenizer = tokenizers.Tokenizer(
@@ -119,7 +141,7 @@ def save_tokenizer(folder):
     )
     tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
     transformers.PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, eos_token="end"
+        tokenizer_object=tokenizer, eos_token="end", **special
     ).save_pretrained(folder)
 
 
@@ -130,6 +152,14 @@ def dataset(kind, folder, packed):
         return ClassificationDatasetConfig(**shared, packed_sequence_specs=specs)
     if kind == "words":
         return TokenClassificationDatasetConfig(**shared)
+    if kind == "relevance":
+        return RerankDatasetConfig(**shared)
+    # four texts, of which the longest has 11 tokens, or three of up to 14
+    longer = shared | {"seq_length": 2 * SEQUENCE, "negatives": NEGATIVES}
+    if kind == "ranking":
+        return RerankDatasetConfig(**longer)
+    if kind == "negatives":
+        return EmbeddingDatasetConfig(**longer)
     return (RewardDatasetConfig if kind == "rewards" else EmbeddingDatasetConfig)(**shared)
 
 
@@ -149,20 +179,25 @@ def run(root, kind, layout=None, micro=None, packed=False, save=None, steps=STEP
     )
     names = ("head", "num_labels", "share_embeddings_and_output_weights")
     head = {name: getattr(declared, name) for name in names}
-    if head["head"] == "embedding":
-        head["pooling"] = kind
+    head |= SETTINGS.get(kind, {})
+    data = dataset(kind, folder, packed)
     tokenizer = TokenizerConfig(
         tokenizer_type="HuggingFaceTokenizer", tokenizer_model=str(folder / "model")
     )
     config = toy_config(
         **({"tokenizer": tokenizer} if kind == "words" else {}),
-        model={**head, "layernorm_epsilon": 1e-6, **(layout or {})},
+        model={
+            **head,
+            "layernorm_epsilon": 1e-6,
+            "seq_length": data.seq_length,
+            **(layout or {}),
+        },
         train={
             "train_iters": steps,
             "global_batch_size": len(LENGTHS),
             "micro_batch_size": micro or 4,
         },
-        dataset=dataset(kind, folder, packed),
+        dataset=data,
         optimizer=OptimizerConfig(lr=RATE, weight_decay=0.0, clip_grad=0.0, adam_eps=EPSILON),
         scheduler=SchedulerConfig(lr_decay_style="constant", lr_decay_iters=STEPS),
         validation=ValidationConfig(eval_iters=0),
@@ -189,7 +224,13 @@ def score(model, ids):
 
 def vector(model, kind, ids):
     states = model(torch.tensor([ids])).last_hidden_state[0]
-    return F.normalize(states[-1] if kind == "last_token" else states.mean(0), dim=-1)
+    return states.mean(0) if kind == "mean" else states[-1]
+
+
+def ranking_losses(queries, candidates):
+    """The loss of MultipleNegativesRankingLoss of sentence-transformers, with its factor 20."""
+    similarities = F.normalize(queries, dim=-1) @ F.normalize(candidates, dim=-1).T
+    return F.cross_entropy(20 * similarities, torch.arange(len(queries)))
 
 
 def naive_loss(model, kind):
@@ -202,6 +243,15 @@ def naive_loss(model, kind):
         return F.cross_entropy(
             scores, torch.tensor([token % CLASSES for first, _ in texts() for token in first])
         )
+    if kind == "relevance":
+        scores = torch.cat([score(model, first + second) for first, second in texts()])
+        return F.binary_cross_entropy_with_logits(scores, torch.arange(len(LENGTHS)) / 3)
+    if kind == "ranking":
+        rows = [
+            torch.cat([score(model, first + ids) for ids in (second, *negatives_of(number))])
+            for number, (first, second) in enumerate(texts())
+        ]
+        return -torch.stack(rows).log_softmax(-1)[:, 0].mean()
     pairs = [pair_of(kind, *pair) for pair in texts()]
     if kind == "rewards":
         margins = torch.stack(
@@ -211,7 +261,16 @@ def naive_loss(model, kind):
     queries, positives = (
         torch.stack([vector(model, kind, pair[side]) for pair in pairs]) for side in (0, 1)
     )
-    return F.cross_entropy(queries @ positives.T / 0.05, torch.arange(len(pairs)))
+    if kind != "negatives":
+        return ranking_losses(queries, positives)
+    hard = [
+        vector(model, kind, ids) for number in range(len(pairs)) for ids in negatives_of(number)
+    ]
+    candidates = torch.cat((positives, torch.stack(hard)))
+    return sum(
+        weight * ranking_losses(queries[:, :size], candidates[:, :size])
+        for size, weight in zip(DIMS, WEIGHTS, strict=True)
+    )
 
 
 def naive_losses(root, kind):
@@ -247,12 +306,15 @@ SPLIT = {
     "words": ("sp2", "cp2"),
     "rewards": ("pp2", "cp2"),
     "mean": ("sp2", "cp2"),
+    "negatives": ("tp2", "cp2", "gathered"),
+    "relevance": ("pp2", "cp2"),
+    "ranking": ("sp2", "cp2"),
 }
 
 
 def all_layouts(root):
     return {
-        (kind, name): run(root, kind, LAYOUTS[name])
+        (kind, name): run(root, kind, LAYOUTS[name], micro=2 if name == "gathered" else None)
         for kind, names in SPLIT.items()
         for name in names
     }
@@ -313,6 +375,43 @@ def test_conversion_on_two_processes(two_workers, tmp_path, name, layout):
     )
     for file in (tmp_path / "hf").iterdir():
         assert (tmp_path / "out" / file.name).read_bytes() == file.read_bytes(), file.name
+
+
+def test_a_reranker_from_a_language_model_scores_batches_in_transformers(places, tmp_path):
+    """The config of the export names the padding token, without which transformers scores one pair at a time."""
+    base = tmp_path / "base"
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(**SIZES, tie_word_embeddings=False)
+    transformers.LlamaForCausalLM(config).save_pretrained(base)
+    save_tokenizer(base, pad_token="end")
+    settings = toy_config(
+        model={"head": "sequence_classification", "num_labels": 1, "layernorm_epsilon": 1e-6},
+        train={"train_iters": 2, "global_batch_size": len(LENGTHS), "micro_batch_size": 2},
+        dataset=dataset("relevance", places / "relevance", False),
+        tokenizer=TokenizerConfig(tokenizer_type="HuggingFaceTokenizer", tokenizer_model=str(base)),
+        validation=ValidationConfig(eval_iters=0),
+        checkpoint=CheckpointConfig(pretrained_checkpoint=str(base), save=str(tmp_path / "run")),
+    )
+    try:
+        finetune(settings, forward_step)
+    finally:
+        forget_model_parallel()
+    leave()
+    words = ["export", "--hf-model", str(base), "--megatron-path", str(tmp_path / "run")]
+    assert main([*words, "--hf-path", str(tmp_path / "out")]) == 0
+    leave()
+    model, info = transformers.AutoModelForSequenceClassification.from_pretrained(
+        tmp_path / "out", output_loading_info=True
+    )
+    assert not any(info.values())
+    assert model.config.num_labels == 1
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "out")
+    pairs = [(as_text(first), as_text(second)) for first, second in texts()]
+    batch = tokenizer(pairs, padding=True, return_tensors="pt")
+    with torch.no_grad():
+        together = model(**batch).logits
+        alone_scores = [model(**tokenizer(*pair, return_tensors="pt")).logits for pair in pairs]
+    assert torch.allclose(together, torch.cat(alone_scores), atol=1e-5)
 
 
 def test_adapters_and_a_new_head_on_a_language_model_are_loaded_by_peft(places, tmp_path):

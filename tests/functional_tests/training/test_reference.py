@@ -6,6 +6,7 @@ import math
 import pytest
 import torch
 from transformers import LlamaForCausalLM
+from transformers.trainer_pt_utils import LabelSmoother
 
 from megatron.bridge import AutoBridge
 from megatron.bridge.data.loaders import build_iterators
@@ -20,14 +21,14 @@ from tests.toy_run import toy_config
 LEARNING_RATE, WEIGHT_DECAY, CLIP, WARMUP, STEPS = 3e-3, 0.1, 0.5, 2, 8
 
 
-def finetuned(directory):
+def finetuned(directory, **train):
     """Losses and norms of our run."""
     provider = AutoBridge.from_hf_pretrained(str(directory)).to_megatron_provider(
         load_weights=False
     )
     provider.calculate_per_token_loss = True
     config = toy_config(
-        train={"train_iters": STEPS},
+        train={"train_iters": STEPS, **train},
         optimizer=OptimizerConfig(lr=LEARNING_RATE, weight_decay=WEIGHT_DECAY, clip_grad=CLIP),
         scheduler=SchedulerConfig(
             lr_warmup_iters=WARMUP, lr_warmup_init=0.0, lr_decay_style="cosine"
@@ -46,7 +47,7 @@ def finetuned(directory):
     return config, seen
 
 
-def plain_loop(directory, config):
+def plain_loop(directory, config, loss_of=None):
     """The same with transformers' model, torch's AdamW and nothing of Megatron's."""
     model = LlamaForCausalLM.from_pretrained(directory, dtype=torch.float32)
     decayed = [parameter for parameter in model.parameters() if parameter.ndim > 1]
@@ -67,17 +68,26 @@ def plain_loop(directory, config):
         batch = next(batches.train)
         for group in optimizer.param_groups:
             group["lr"] = learning_rate(step)
-        logits = model(input_ids=batch["tokens"]).logits
-        losses = torch.nn.functional.cross_entropy(
-            logits.flatten(0, 1), batch["labels"].flatten(), reduction="none"
-        )
-        mask = batch["loss_mask"].flatten()
-        loss = (losses * mask).sum() / mask.sum()
+        output = model(input_ids=batch["tokens"])
+        loss = (loss_of or mean_cross_entropy)(output, batch)
         optimizer.zero_grad()
         loss.backward()
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP)
         optimizer.step()
         yield loss.item(), norm.item()
+
+
+def mean_cross_entropy(output, batch):
+    losses = torch.nn.functional.cross_entropy(
+        output.logits.flatten(0, 1), batch["labels"].flatten(), reduction="none"
+    )
+    mask = batch["loss_mask"].flatten()
+    return (losses * mask).sum() / mask.sum()
+
+
+def smoothed_by_transformers(output, batch):
+    labels = batch["labels"].masked_fill(batch["loss_mask"] == 0, -100)
+    return LabelSmoother(epsilon=0.1)(output, {"labels": labels})
 
 
 def learning_rate(step):
@@ -86,10 +96,14 @@ def learning_rate(step):
     return LEARNING_RATE * 0.5 * (1 + math.cos(math.pi * (step - WARMUP) / (STEPS - WARMUP)))
 
 
-def test_finetuning_equals_a_plain_loop(hf_directory):
+@pytest.mark.parametrize(
+    ("train", "loss_of"),
+    [({}, mean_cross_entropy), ({"label_smoothing": 0.1}, smoothed_by_transformers)],
+)
+def test_finetuning_equals_a_plain_loop(hf_directory, train, loss_of):
     torch.set_num_threads(1)
-    config, seen = finetuned(hf_directory)
-    expected = list(plain_loop(hf_directory, config))
+    config, seen = finetuned(hf_directory, **train)
+    expected = list(plain_loop(hf_directory, config, loss_of))
     assert len(seen) == STEPS
     losses, norms = zip(*seen, strict=True)
     expected_losses, expected_norms = zip(*expected, strict=True)

@@ -74,6 +74,8 @@ CHANGES = {
     "model.ffn_hidden_size": ("llama", {}, 512),
     "model.kv_channels": ("llama", {}, 32),
     "model.hidden_dropout": ("llama", {}, 0.1),
+    "model.cpu_offloading": ("llama", {"cpu_offloading_num_layers": 2}, True),
+    "model.cpu_offloading_num_layers": ("llama", {"cpu_offloading": True}, 2),
     "model.layernorm_zero_centered_gamma": ("llama", {}, True),
     "model.gated_linear_unit": ("llama", {"bias_activation_fusion": False}, False),
     "model.attn_logit_softcapping": ("gemma2", {}, None),

@@ -187,6 +187,22 @@ def test_settings_of_a_command_line():
     assert not config.checkpoint.save_rng
 
 
+def test_evaluation_of_several_sets():
+    config = _config(
+        TINY
+        + RUN.replace("--mock-data", "")
+        + NULL
+        + "--train-data-path corpus/a --valid-data-path corpus/b corpus/c "
+        "--multiple-validation-sets --validation-set-names code text --skip-train "
+        "--eval-micro-batch-size 2 --eval-global-batch-size 4"
+    )
+    assert config.train.skip_train
+    assert config.validation.sets == {"code": "corpus/b", "text": "corpus/c"}
+    assert config.validation.eval_micro_batch_size == 2
+    assert config.validation.eval_global_batch_size == 4
+    assert config.dataset.blend_per_split == ((["corpus/a"], None), None, None)
+
+
 def test_what_is_not_translated_is_named():
     found = translate(
         TINY + RUN + NULL + "--use-mcore-models --sequence-parallel --spec a b --split 9,1,0"

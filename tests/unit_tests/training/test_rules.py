@@ -113,7 +113,18 @@ CASES = {
     "offloaded_layers_exist": (
         {"model.cpu_offloading": True, "model.cpu_offloading_num_layers": 4},
         1,
-        ["cpu_offloading_num_layers=4", "between 0 and 3"],
+        ["cpu_offloading_num_layers=4", "between 1 and 3"],
+    ),
+    "offloading_fits_backend": (
+        {
+            "model.cpu_offloading": True,
+            "model.cpu_offloading_num_layers": 1,
+            "model.recompute_granularity": "full",
+            "model.recompute_method": "uniform",
+            "model.recompute_num_layers": 1,
+        },
+        1,
+        ["model.cpu_offloading=True", "model.recompute_granularity=full", "selective"],
     ),
     "delayed_wgrad_is_set_for_both": (
         {"model.delay_wgrad_compute": True},
@@ -579,6 +590,11 @@ CASES = {
         4,
         ["global_batch_size=10", "use 8 or 16"],
     ),
+    "validation_sets_can_be_read": (
+        {"validation.sets": {"a/b": None, "other": "data/text"}},
+        1,
+        ["validation.sets: a/b", "without a slash", "other", "data/text", "give a number"],
+    ),
     "sequence_fits_model": (
         {"dataset.seq_length": 64},
         1,
@@ -764,10 +780,6 @@ RELATED = [
         ],
     ),
     (
-        {"model.cpu_offloading": True, PP: 2},
-        [f"model.cpu_offloading=True needs {PP}=1: or switch it off"],
-    ),
-    (
         {"optimizer.optimizer_cpu_offload": True, "optimizer.optimizer": "sgd"},
         [
             "optimizer.optimizer=adam; ",
@@ -815,7 +827,8 @@ RELATED = [
             "model.contrastive_temperature": 0.0,
         },
         [
-            "head=embedding needs train.micro_batch_size > 1; model.contrastive_temperature > 0: raise them"
+            "head=embedding needs train.micro_batch_size > 1 or model.hard_negatives > 0",
+            "model.gather_negatives; model.contrastive_temperature > 0: raise them",
         ],
     ),
     (

@@ -24,7 +24,7 @@ Memory peaks at one of these moments. Each counts the saved activations plus the
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
@@ -61,6 +61,7 @@ from megatron.bridge.autotune.time.schedule import (
 from megatron.bridge.autotune.vision_tower import NO_TOWER, TowerCounts, tower_counts
 from megatron.bridge.backends.attention.block_mask import MASKED_ROWS
 from megatron.bridge.backends.cpu.device import has_cuda
+from megatron.bridge.models.features.host_activations import layers_on_host
 from megatron.bridge.models.features.registry import feature_of
 from megatron.bridge.models.model_provider import ModelProvider
 from megatron.bridge.training.config import ConfigContainer
@@ -210,6 +211,8 @@ def chunk_counts(chunk: Any, sizes: ActivationSizes) -> ChunkCounts:
     counts = [LayerCounts(0, 0, 0)] * idle + [
         counts_of_layer(layer, sizes) for layer in layers[idle:]
     ]
+    for index in range(min(layers_on_host(chunk.config), len(counts))):
+        counts[index] = replace(counts[index], kept=0)  # they come back one layer at a time
     return ChunkCounts(counts, bool(chunk.post_process), counts_of_tower(chunk, sizes.image_tokens))
 
 

@@ -256,6 +256,8 @@ def _distributed_bytes(
     stepped: np.ndarray,
 ) -> tuple[int, int]:
     """Return the bytes of a chunk's buffer padding and gradients; add its optimizer state to ``stepped``, by rank."""
+    if config.train.skip_train:
+        return 0, 0
     parameters = [parameter for parameter in chunk.parameters() if parameter.requires_grad]
     groups = group_params_for_buffers(parameters, bool(config.ddp.grad_reduce_in_fp32))
     lengths = {

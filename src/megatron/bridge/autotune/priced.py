@@ -132,7 +132,10 @@ GROUPS = [
         model=[
             "attention_backend",
             "flash_attention_version",
-            "cpu_offloading*",
+            "cpu_offloading_activations",
+            "cpu_offloading_weights",
+            "cpu_offloading_double_buffering",
+            "cpu_offloading_retain_pinned_cpu_buffers",
             "fine_grained_activation_offloading",
             "offload_modules",
             "min_offloaded_tensor_size",

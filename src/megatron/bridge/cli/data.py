@@ -21,6 +21,7 @@ from megatron.bridge.utils.errors import UserError
 
 if TYPE_CHECKING:
     from megatron.bridge.data.pretraining.preprocess import PreprocessConfig
+    from megatron.bridge.data.records.preparation import PreparedSamples
     from megatron.bridge.data.tokenizer import Tokenizer
     from megatron.bridge.training.config import ConfigContainer
 
@@ -275,7 +276,7 @@ def preview_data(args: argparse.Namespace) -> int:
 def prepare_data(args: argparse.Namespace) -> int:
     from megatron.bridge.data.config import SPLITS, SFTDatasetConfig
     from megatron.bridge.data.finetuning.builder import prepare_split
-    from megatron.bridge.training.config.resolve.data import tuning_parts
+    from megatron.bridge.training.config.resolve.data import tuning_parts, validation_sets
 
     config, tokenizer, _ = _resolve(args)
     parts = [part for part in tuning_parts(config.dataset) if isinstance(part, SFTDatasetConfig)]
@@ -284,13 +285,20 @@ def prepare_data(args: argparse.Namespace) -> int:
             "dataset.prepared_dir is not set: give a folder for the samples, and data for fine-tuning "
             "(`data preprocess` prepares data for pretraining)"
         )
+    for dataset in validation_sets(config).values():
+        for part in tuning_parts(dataset):
+            if isinstance(part, SFTDatasetConfig) and part not in parts:
+                _print_prepared(prepare_split(part, "valid", tokenizer))
     for part in parts:
         for split in SPLITS if config.validation.eval_iters else SPLITS[:1]:
-            if (prepared := prepare_split(part, split, tokenizer)) is not None:
-                console().print(
-                    f"{prepared.name}: {'; '.join(prepared.report.lines())}", markup=False
-                )
+            _print_prepared(prepare_split(part, split, tokenizer))
     return 0
+
+
+def _print_prepared(prepared: "PreparedSamples | None") -> None:
+    """Print what became of the records of a split, if there is one."""
+    if prepared is not None:
+        console().print(f"{prepared.name}: {'; '.join(prepared.report.lines())}", markup=False)
 
 
 def _resolve(args: argparse.Namespace) -> "tuple[ConfigContainer, Tokenizer, int]":

@@ -12,7 +12,11 @@ from megatron.bridge.data.dataset_config import DatasetConfig, DatasetRequest, S
 from megatron.bridge.data.loaders import BatchIterator, BatchShard, make_iterator
 from megatron.bridge.data.tokenizer import build_tokenizer
 from megatron.bridge.training.config import ConfigContainer
-from megatron.bridge.training.config.batch_size import samples_of
+from megatron.bridge.training.config.batch_size import (
+    EvaluationBatch,
+    evaluation_batch,
+    samples_of,
+)
 from megatron.bridge.training.evaluation import iterators_per_chunk
 
 Sizes = tuple[int, int, int]
@@ -39,11 +43,10 @@ def get_dataset_provider(dataset_config: DatasetConfig) -> DatasetsProvider:
 
 def get_train_valid_test_num_samples(cfg: ConfigContainer) -> Sizes:
     """Return the numbers of samples for training, for all evaluations together, and for testing."""
-    batch = cfg.train.global_batch_size
     iterations = cfg.train.train_iters
     validation = cfg.validation
     rounds = iterations // validation.eval_interval + 1 if validation.eval_interval else 0
-    held_out = validation.eval_iters * batch
+    held_out = validation.eval_iters * evaluation_batch(cfg).total
     return samples_of(cfg.train), rounds * held_out, held_out
 
 
@@ -73,11 +76,14 @@ def build_train_valid_test_data_loaders(
         eval_dp_group: Ranks that share the others; None is ``dp_group``.
     """
     datasets = build_train_valid_test_datasets(cfg, build_train_valid_test_datasets_provider)
+    of_training = EvaluationBatch(cfg.train.micro_batch_size, cfg.train.global_batch_size)
+    of_evaluation = evaluation_batch(cfg)
+    batches = (of_training, of_evaluation, of_evaluation)
     starts = (train_state.consumed_train_samples, 0, 0)
     groups = (dp_group, eval_dp_group or dp_group, eval_dp_group or dp_group)
     train, valid, test = (
-        None if dataset is None else _loader(_iterator(cfg, dataset, start, group))
-        for dataset, start, group in zip(datasets, starts, groups, strict=True)
+        None if dataset is None else _loader(_iterator(cfg, dataset, start, group, batch))
+        for dataset, start, group, batch in zip(datasets, starts, groups, batches, strict=True)
     )
     setattr(train_state, "do_train", train is not None and cfg.train.train_iters > 0)  # noqa: B010
     setattr(train_state, "do_valid", valid is not None and cfg.validation.eval_iters > 0)  # noqa: B010
@@ -86,11 +92,13 @@ def build_train_valid_test_data_loaders(
 
 
 def _iterator(
-    cfg: ConfigContainer, dataset: Any, consumed: int, group: dist.ProcessGroup
+    cfg: ConfigContainer,
+    dataset: Any,
+    consumed: int,
+    group: dist.ProcessGroup,
+    batch: EvaluationBatch,
 ) -> BatchIterator:
-    shard = BatchShard(
-        cfg.train.micro_batch_size, cfg.train.global_batch_size, group.rank(), group.size()
-    )
+    shard = BatchShard(batch.micro, batch.total, group.rank(), group.size())
     return make_iterator(
         dataset, cfg.dataset, shard, consumed, vocab_size=getattr(cfg.model, "vocab_size", None)
     )

@@ -19,6 +19,7 @@ from megatron.bridge.data.labels.label_config import (
 from megatron.bridge.data.labels.label_config import (
     EmbeddingDatasetConfig as EmbeddingDatasetConfig,
 )
+from megatron.bridge.data.labels.label_config import RerankDatasetConfig as RerankDatasetConfig
 from megatron.bridge.data.labels.label_config import RewardDatasetConfig as RewardDatasetConfig
 from megatron.bridge.data.labels.label_config import (
     TokenClassificationDatasetConfig as TokenClassificationDatasetConfig,

@@ -93,6 +93,17 @@ class DatasetConfig(ABC):
         """The number of training rows of an epoch. All ranks must call this; it needs ``has_epochs``."""
         raise NotImplementedError(f"{type(self).__name__} has no epochs")
 
+    def held_out_from(self, source: str) -> "DatasetConfig":
+        """Return a config whose validation split is all of ``source``, for ``validation.sets``.
+
+        Raises:
+            UserError: This kind of dataset has no other sources.
+        """
+        raise UserError(
+            f"validation.sets reads {source}, which a dataset of type {type(self).__name__} cannot: use "
+            "GPTDatasetConfig, FinetuningDatasetConfig or HFDatasetConfig, or null for its own validation split"
+        )
+
     def check_sources(self) -> None:  # noqa: B027 - mock data has no files
         """Check the data files, so that a wrong path is reported before the model is built."""
 

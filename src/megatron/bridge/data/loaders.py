@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """From a dataset config to iterators over microbatches, at any position of a run."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -44,7 +45,11 @@ Sampler = (
     MegatronPretrainingSampler | MegatronPretrainingBatchSampler | MegatronPretrainingRandomSampler
 )
 BATCH_KEYS = ("tokens", "labels", "loss_mask", "position_ids")
-OPTIONAL_KEYS = ("padding_mask", "desirable")  # the second one of rows of ``LabeledRows``
+OPTIONAL_KEYS = (
+    "padding_mask",
+    "desirable",  # of ``LabeledRows``
+    "relevance",  # of ``RelevanceRows``
+)
 
 
 class DataIterator(Protocol):
@@ -78,6 +83,8 @@ class Iterators(NamedTuple):
     train: DataIterator | None
     valid: DataIterator | None
     test: DataIterator | None
+    valid_sets: Mapping[str, DataIterator] = MappingProxyType({})
+    """The sets of ``validation.sets`` by name, instead of ``valid``."""
 
 
 @dataclass(eq=False)
@@ -263,7 +270,8 @@ def build_iterators(
             dataset, dataset_config, shard, consumed, vocab_size=vocab_size, balance=balance
         )
 
-    return Iterators(*map(iterator, SPLITS, sizes, splits, (consumed_train, consumed_valid, 0)))
+    train, valid, test = map(iterator, SPLITS, sizes, splits, (consumed_train, consumed_valid, 0))
+    return Iterators(train, valid, test)
 
 
 def make_iterator(

@@ -17,22 +17,38 @@ from megatron.bridge.training.step.losses import LossReport, LossTotals, mean_lo
 def evaluate(run: Run, split: Literal["valid", "test"] = "valid") -> LossReport:
     """Mean losses by name over ``validation.eval_iters`` global batches of ``split``, the same ones at every call.
 
+    Each set of ``validation.sets`` is evaluated on as many batches; its name precedes the names of its losses.
     Each token counts once under any parallelism. Dropout is off and no random numbers are drawn, so an evaluation
     does not affect training. The losses are equal on all ranks.
     """
-    data = getattr(run.data, split)
-    assert data is not None, f"the run has no {split} data"
+    sets = _sets_of(run, split)
+    assert sets, f"the run has no {split} data"
     event = "eval" if split == "valid" else "test"
     run.emit(f"{event}_start")
     if run.evaluation is not None and split == "valid":
         run.total_loss_dict = run.evaluation(run)
     else:
         with torch.no_grad(), gathered_params(run.model), evaluation_mode(run.model):
-            run.total_loss_dict = _evaluate_batches(
-                run, iterators_per_chunk(data.replicate(), len(run.model)), event
-            )
+            run.total_loss_dict = {}
+            for prefix, data in sets.items():
+                batches = iterators_per_chunk(data.replicate(), len(run.model))
+                for name, loss in _evaluate_batches(run, batches, event).items():
+                    run.total_loss_dict[prefix + name] = loss
     run.emit(f"{event}_end")
     return run.total_loss_dict
+
+
+def has_validation_data(run: Run) -> bool:
+    return run.data.valid is not None or bool(run.data.valid_sets)
+
+
+def _sets_of(run: Run, split: Literal["valid", "test"]) -> dict[str, DataIterator]:
+    """Return the data of ``split`` by what precedes the names of its losses."""
+    data: DataIterator | None = getattr(run.data, split)
+    sets = {} if data is None else {"": data}
+    if split == "valid":
+        sets |= {f"{name}/": batches for name, batches in run.data.valid_sets.items()}
+    return sets
 
 
 def iterators_per_chunk(batches: DataIterator, chunks: int) -> list[BatchIterator]:

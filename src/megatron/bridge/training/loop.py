@@ -8,6 +8,7 @@ from typing import Any, cast
 import torch
 from megatron.core.distributed import DistributedDataParallel
 
+from megatron.bridge.training.config.batch_size import evaluation_batch
 from megatron.bridge.training.state import BatchIterator, Progress, Run, StepResult
 from megatron.bridge.training.step import cuda_graphs
 from megatron.bridge.training.step.forward_step import checked
@@ -29,7 +30,7 @@ def train(run: Run) -> Progress:
             cleanup.callback(callback.close, run)
         try:
             run.emit("train_start")
-            while run.stop_reason is None and run.progress.step < run.config.train.train_iters:
+            while has_next_step(run):
                 run.emit("train_step_start")
                 run.last_step = train_step(run)
                 advance(run, run.last_step)
@@ -40,6 +41,14 @@ def train(run: Run) -> Progress:
             run.emit("error", error)
             raise
     return run.progress
+
+
+def has_next_step(run: Run) -> bool:
+    """Return whether the run goes on: it trains, has steps left, and no callback has ended it."""
+    train = run.config.train
+    return (
+        not train.skip_train and run.stop_reason is None and run.progress.step < train.train_iters
+    )
 
 
 def train_step(run: Run) -> StepResult:
@@ -68,8 +77,11 @@ def forward_backward(
     chunk. The report of the loss function for each microbatch is returned on the last pipeline stage.
     """
     config = run.config
-    samples = config.train.global_batch_size if forward_only else run.batch_size
-    microbatches = run.microbatches_of(samples)
+    micro_batch_size = config.train.micro_batch_size
+    samples = run.batch_size
+    if forward_only:
+        micro_batch_size, samples = evaluation_batch(config)
+    microbatches = samples // (micro_batch_size * config.data_parallel_size())
     returned: list[torch.Tensor] = []  # what is in the loss of each microbatch
     with ExitStack() as contexts:
         mtp_losses = contexts.enter_context(collect_mtp_losses())
@@ -85,7 +97,7 @@ def forward_backward(
             model=run.model,
             num_microbatches=microbatches,
             seq_length=config.dataset.seq_length,
-            micro_batch_size=config.train.micro_batch_size,
+            micro_batch_size=micro_batch_size,
             forward_only=forward_only,
         )
     return add_mtp_losses(mtp_losses, reports)

@@ -12,7 +12,7 @@ import torch
 from megatron.core import parallel_state
 from megatron.core.distributed import finalize_model_grads
 from megatron.core.distributed.data_parallel_base import _BaseDataParallel
-from megatron.core.optimizer import MegatronOptimizer
+from megatron.core.optimizer import ChainedOptimizer, MegatronOptimizer
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 from megatron.core.utils import get_model_config
@@ -20,7 +20,8 @@ from megatron.core.utils import get_model_config
 from megatron.bridge.backends.cpu import allocator
 from megatron.bridge.backends.cpu.device import has_cuda
 from megatron.bridge.backends.hardware import user_buffers
-from megatron.bridge.data.loaders import Iterators, build_iterators
+from megatron.bridge.data.config import DatasetConfig
+from megatron.bridge.data.loaders import DataIterator, Iterators, build_iterators
 from megatron.bridge.data.media.processor_files import chat_template
 from megatron.bridge.data.records.chat_template import template_text
 from megatron.bridge.data.tokenizer import HuggingFaceTokenizer, Tokenizer, build_tokenizer
@@ -29,8 +30,8 @@ from megatron.bridge.training.callbacks.base import Callback, CallbackManager
 from megatron.bridge.training.callbacks.defaults import default_callbacks
 from megatron.bridge.training.checkpointing.save_load import find_starting_point, load_run
 from megatron.bridge.training.config import ConfigContainer, Resolved
-from megatron.bridge.training.config.batch_size import samples_of
-from megatron.bridge.training.config.resolve.data import tuning_parts
+from megatron.bridge.training.config.batch_size import EvaluationBatch, evaluation_batch, samples_of
+from megatron.bridge.training.config.resolve.data import tuning_parts, validation_sets
 from megatron.bridge.training.config.rules import VOCABULARY_RULES, violations
 from megatron.bridge.training.evaluation import iterators_per_chunk
 from megatron.bridge.training.initialize.freezing import freezing_hook
@@ -50,6 +51,7 @@ from megatron.bridge.training.step.forward_step import (
     returns_schedule_plan,
     takes_state,
 )
+from megatron.bridge.training.step.label_smoothing import smooth_labels
 from megatron.bridge.utils import distributed, unpickling
 from megatron.bridge.utils.config.origins import Origins
 from megatron.bridge.utils.console import print_rank_0
@@ -86,6 +88,8 @@ def add_tokenizer(resolved: Resolved[ConfigContainer]) -> Resolved[ConfigContain
     config = resolved.config
     model = resolved.config.model
     config.dataset.check_sources()  # first, because the tokenizer may need a download
+    for dataset in validation_sets(config).values():
+        dataset.check_sources()
     tokenizer = build_tokenizer(config.tokenizer)
     if model.vocab_size is None:
         resolved.set_derived("model.vocab_size", tokenizer.vocab_size)
@@ -117,8 +121,13 @@ def setup(
     unpickling.trust_checkpoints(config.checkpoint.trust_checkpoint)
     start = find_starting_point(config)  # refuses a damaged checkpoint before the model is built
     model = build_model(config)
-    optimizer = build_optimizer(config.optimizer, model, config.dist.use_gloo_process_groups)
-    connect(model, optimizer, config.ddp, config.dist.align_grad_reduce)
+    if config.train.label_smoothing:
+        smooth_labels(model, config.train.label_smoothing)
+    if config.train.skip_train:
+        optimizer: MegatronOptimizer = ChainedOptimizer([])
+    else:
+        optimizer = build_optimizer(config.optimizer, model, config.dist.use_gloo_process_groups)
+        connect(model, optimizer, config.ddp, config.dist.align_grad_reduce)
     run = Run(
         config=config,
         origins=resolved.origins,
@@ -255,7 +264,14 @@ def build_model(config: ConfigContainer) -> list[MegatronModule]:
         pre_wrap_hook=freezing_hook(config.train.frozen, adapting_hook(config)),
         data_parallel_random_init=config.rng.data_parallel_random_init,
         use_torch_fsdp2=config.dist.use_torch_fsdp2,
+        wrap_with_ddp=needs_wrappers(config),
     )
+
+
+def needs_wrappers(config: ConfigContainer) -> bool:
+    """Return whether chunks are wrapped for data parallelism; without training, only if that shards their weights."""
+    shards_weights = config.dist.use_torch_fsdp2 or bool(config.ddp.use_megatron_fsdp)
+    return shards_weights or not config.train.skip_train
 
 
 def connect(
@@ -287,10 +303,6 @@ def build_data(
     place: tuple[int, int] | None = None,
 ) -> Iterators:
     """The data of one data-parallel rank, by default this one, from where ``consumed`` samples of all ranks end."""
-    batch = config.train.global_batch_size
-    micro = config.train.micro_batch_size
-    held_out = config.validation.eval_iters * batch
-    sizes = (samples_of(config.train), held_out, held_out)
     share: tuple[int, int] | None = (0, 1)
     if place is None:
         place = (
@@ -301,19 +313,45 @@ def build_data(
         share = (
             None if parallel_state.get_pipeline_model_parallel_rank() else rank_share(config.model)
         )
-    return build_iterators(
-        config.dataset,
-        tokenizer,
-        sizes,
-        micro_batch_size=micro,
-        global_batch_size=batch,
-        dp_rank=place[0],
-        dp_size=place[1],
-        consumed_train=consumed,
-        image_share=share,
-        vocab_size=config.model.vocab_size,
-        balance=config.train.rampup_batch_size is None,
-    )
+
+    def build(
+        dataset: DatasetConfig, sizes: tuple[int, int, int], batch: EvaluationBatch
+    ) -> Iterators:
+        return build_iterators(
+            dataset,
+            tokenizer,
+            sizes,
+            micro_batch_size=batch.micro,
+            global_batch_size=batch.total,
+            dp_rank=place[0],
+            dp_size=place[1],
+            consumed_train=consumed,
+            image_share=share,
+            vocab_size=config.model.vocab_size,
+            balance=config.train.rampup_batch_size is None,
+        )
+
+    train = config.train
+    of_training = EvaluationBatch(train.micro_batch_size, train.global_batch_size)
+    of_evaluation = evaluation_batch(config)
+    count = samples_of(train)
+    held_out = config.validation.eval_iters * of_evaluation.total
+    valid_count = 0 if config.validation.sets else held_out
+    if of_evaluation == of_training:
+        data = build(config.dataset, (count, valid_count, held_out), of_training)
+    else:
+        data = build(config.dataset, (count, 0, 0), of_training)
+        held_out_data = build(config.dataset, (0, valid_count, held_out), of_evaluation)
+        data = data._replace(valid=held_out_data.valid, test=held_out_data.test)
+    valid_sets: dict[str, DataIterator] = {}
+    for name, dataset in validation_sets(config).items():
+        batches = build(dataset, (0, held_out, 0), of_evaluation).valid
+        if batches is None:
+            raise UserError(
+                f"validation.sets: {name} has no validation data: add it, or remove the set"
+            )
+        valid_sets[name] = batches
+    return data._replace(valid_sets=valid_sets)
 
 
 __getattr__ = lazy_names(

@@ -50,6 +50,10 @@ SETTINGS: dict[str, tuple[ConfigSetting, ...]] = {
         ConfigSetting("model.recompute_method", "uniform"),
         ConfigSetting("model.recompute_num_layers", 1),
     ),
+    "cpu-offloading-num-layers": (
+        ConfigSetting("model.cpu_offloading", True),
+        ConfigSetting("model.cpu_offloading_num_layers"),
+    ),
     "disable-bias-linear": (ConfigSetting("model.add_bias_linear", False),),
     "grad-reduce-in-bf16": (ConfigSetting("ddp.grad_reduce_in_fp32", False),),
     "no-bias-gelu-fusion": (ConfigSetting("model.bias_activation_fusion", False),),
@@ -478,10 +482,29 @@ def _data(arguments: Arguments, translation: Translation) -> None:
         translation.set("dataset.blend", list(blend), source)
         if "split" not in arguments:
             translation.set("dataset.split", "969,30,1", "default of Megatron-LM")
+    if "multiple-validation-sets" in arguments:
+        if per_split is None or per_split[1] is None:
+            raise UserError(
+                "--multiple-validation-sets needs a corpus for each set: give them with --valid-data-path"
+            )
+        sets = _validation_sets(arguments, per_split[1][0])
+        translation.set("validation.sets", json.dumps(sets), "--multiple-validation-sets")
+        per_split = (per_split[0], None, per_split[2])
     if per_split is not None:
         translation.set(
             "dataset.blend_per_split", [part and list(part) for part in per_split], source
         )
+
+
+def _validation_sets(arguments: Arguments, prefixes: list[str]) -> dict[str, str]:
+    """Return the corpora of the validation data by their names, which are their numbers if none are given."""
+    names = arguments.get("validation-set-names") or [str(index) for index in range(len(prefixes))]
+    if len(names) != len(prefixes) or len(set(names)) != len(names):
+        raise UserError(
+            f"--validation-set-names={' '.join(names)} for the {len(prefixes)} corpora of the validation data: "
+            "give each a name of its own"
+        )
+    return dict(zip(names, prefixes, strict=True))
 
 
 _MOCK = (
@@ -556,6 +579,7 @@ def _warmup_start(arguments: Arguments, translation: Translation) -> None:
 _SPECIAL: dict[str, Callable[[list[str], Arguments, Translation], None] | None] = {
     **dict.fromkeys([*_PRECISION, "fp8-e4m3", "fp8-hybrid", *_BLENDS, *_BLEND_FILES]),
     **dict.fromkeys(["tokenizer-type", "tokenizer-model", "vocab-size", "padded-vocab-size"]),
+    **dict.fromkeys(["multiple-validation-sets", "validation-set-names"]),
     "num-layers-per-virtual-pipeline-stage": None,
     "num-query-groups": _query_groups,
     "group-query-attention": _query_groups,

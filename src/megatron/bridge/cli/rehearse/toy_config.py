@@ -372,6 +372,9 @@ def _shorten(toy: Toy, steps: int) -> None:
         else max(2, dimensions.pipeline)
     )
     train.micro_batch_size = min(train.micro_batch_size, 2)
+    config.validation.eval_micro_batch_size = None
+    config.validation.eval_global_batch_size = None
+    config.validation.sets = {}
     train.global_batch_size = train.micro_batch_size * dimensions.data * microbatches
     train.train_iters = 2 * steps
     train.num_epochs = None

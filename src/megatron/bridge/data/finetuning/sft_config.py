@@ -4,7 +4,7 @@
 import os
 import re
 from abc import abstractmethod
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
@@ -134,6 +134,10 @@ class FinetuningDatasetConfig(SFTDatasetConfig):
     def media_folder(self) -> str:
         return self.media_root or str(storage.local(self.dataset_root))
 
+    def held_out_from(self, source: str) -> "FinetuningDatasetConfig":
+        """Return a config that validates on the file ``validation`` of the folder ``source``."""
+        return replace(self, dataset_root=source, do_validation=True)
+
     def check_sources(self) -> None:
         if not storage.fetch(self.dataset_root).is_dir():
             raise UserError(
@@ -199,6 +203,10 @@ class BlendedDatasetConfig(DatasetConfig):
     @property
     def joins_samples(self) -> bool:
         return any(dataset.joins_samples for dataset in self.datasets)
+
+    def held_out_from(self, source: str) -> DatasetConfig:
+        """Return a config that validates on ``source``, which is of the kind of the first part."""
+        return self.datasets[0].held_out_from(source)
 
     def problems(self) -> list[str]:
         problems = super().problems()
@@ -292,6 +300,19 @@ class HFDatasetConfig(SFTDatasetConfig):
     def is_local(self) -> bool:
         """Whether ``dataset_name`` is a file or a folder on this machine."""
         return storage.fetch(self.dataset_name).exists()
+
+    def held_out_from(self, source: str) -> "HFDatasetConfig":
+        """Return a config that validates on the split ``validation_split`` of ``source``, or on all of a file."""
+        is_file = storage.fetch(source).is_file()
+        split = self.train_split if is_file else self.validation_split or "validation"
+        return replace(
+            self,
+            dataset_name=source,
+            dataset_subset=None,
+            revision=None,
+            validation_split=split,
+            do_validation=True,
+        )
 
     def check_sources(self) -> None:
         name = self.dataset_name

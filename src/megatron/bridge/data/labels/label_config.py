@@ -1,18 +1,27 @@
 # SPDX-License-Identifier: Apache-2.0
 """The configs of data for models with a head."""
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Annotated
 
 from megatron.bridge.data.finetuning.sft_config import FinetuningDatasetConfig
-from megatron.bridge.data.labels.label_rules import LabelRules, TextPairRules, WordLabelRules
+from megatron.bridge.data.labels.label_rules import (
+    LabelRules,
+    NegativesRules,
+    RerankRules,
+    TextPairRules,
+    WordLabelRules,
+)
 from megatron.bridge.data.preference.preference_config import PreferenceDatasetConfig
 from megatron.bridge.data.records.record_config import EncodingRules
+from megatron.bridge.utils.config.ranges import AT_LEAST_ZERO
 
 if TYPE_CHECKING:
+    from megatron.bridge.data.finetuning.rows import SampleRows
     from megatron.bridge.data.labels.label_encoding import (
         EmbeddingPairEncoder,
         LabelEncoder,
+        RerankEncoder,
         RewardPairEncoder,
         WordLabelEncoder,
     )
@@ -140,13 +149,84 @@ class RewardDatasetConfig(_TextPairsConfig):
 class EmbeddingDatasetConfig(_TextPairsConfig):
     """Pairs of texts that belong together, for an embedding model.
 
-    A record has ``query`` and ``positive``, each a text or a list of messages. ``seq_length`` limits a pair: each
-    text may have half as many tokens.
+    A record has ``query`` and ``positive``, each a text or a list of messages, and with ``negatives`` a list
+    ``negatives`` of texts that do not fit. ``seq_length`` limits all of them: each text may have an equal part.
     """
 
-    pair_names: ClassVar[tuple[str, str]] = ("query", "positive")
+    negatives: Annotated[int, AT_LEAST_ZERO] = 0
+    """Hard negatives of each record: the first of its list. Without any, the texts of other records are negatives."""
+
+    def pair_rules(self) -> EncodingRules:
+        return _limited(super().pair_rules(), self, 2).extended(
+            NegativesRules, negatives=self.negatives
+        )
+
+    def rows(self, samples: "Samples", padding: int) -> "PairRows":
+        from megatron.bridge.data.preference.pairs import PairRows  # imports torch
+
+        names = ("query", "positive", *_names_of_negatives(self.negatives))
+        return PairRows(samples, padding, self.sequence_multiple, names)
 
     def encoder(self, tokenizer: "Tokenizer") -> "EmbeddingPairEncoder":  # pyright: ignore
         from megatron.bridge.data.labels.label_encoding import EmbeddingPairEncoder  # imports torch
 
         return EmbeddingPairEncoder(tokenizer, self.pair_rules())
+
+
+@dataclass(kw_only=True)
+class RerankDatasetConfig(_TextPairsConfig):
+    """Queries with documents, for a reranker: a model that scores both as one text.
+
+    A record has ``query``, ``document`` and ``label``, a number from 0 (does not fit) to 1. With ``negatives``, it has
+    ``query``, ``positive`` and a list ``negatives`` instead, and its documents are a row. The tokens are those that the
+    tokenizer makes of the pair, as the ``CrossEncoder`` of sentence-transformers asks for.
+    """
+
+    negatives: Annotated[int, AT_LEAST_ZERO] = 0
+    """Hard negatives of each record: the first of its list. 0 reads records with a ``label``."""
+
+    def pair_rules(self) -> EncodingRules:
+        return _limited(super().pair_rules(), self, 1).extended(
+            RerankRules, negatives=self.negatives
+        )
+
+    def encoder(self, tokenizer: "Tokenizer") -> "RerankEncoder":  # pyright: ignore
+        from megatron.bridge.data.labels.label_encoding import RerankEncoder  # imports torch
+
+        return RerankEncoder(tokenizer, self.pair_rules())
+
+    def rows(self, samples: "Samples", padding: int) -> "SampleRows":
+        from megatron.bridge.data.labels.label_encoding import RelevanceRows  # imports torch
+        from megatron.bridge.data.preference.pairs import PairRows
+
+        if self.negatives == 0:
+            return RelevanceRows(samples, padding, self.sequence_multiple)
+        names = ("positive", *_names_of_negatives(self.negatives))
+        return PairRows(samples, padding, self.sequence_multiple, names)
+
+    def problems(self) -> list[str]:
+        problems = super().problems()
+        if self.truncation not in ("refuse", "drop", "right"):
+            problems.append(
+                f"dataset.truncation={self.truncation}: documents are cut at their end, use refuse, drop or right"
+            )
+        return problems
+
+
+def _limited(
+    rules: EncodingRules, config: EmbeddingDatasetConfig | RerankDatasetConfig, texts: int
+) -> EncodingRules:
+    """Return ``rules`` in which each text of a row has an equal part of ``seq_length``.
+
+    Args:
+        rules: Of pairs.
+        config: Has the length, and the number of negatives.
+        texts: Texts of a row without negatives.
+    """
+    multiple = config.sequence_multiple
+    length = config.seq_length // (texts + config.negatives) // multiple * multiple
+    return replace(rules, max_tokens=length + 1)
+
+
+def _names_of_negatives(count: int) -> list[str]:
+    return [f"negative {index + 1}" for index in range(count)]

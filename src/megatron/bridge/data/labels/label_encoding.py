@@ -11,10 +11,16 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
+import torch
 
-from megatron.bridge.data.finetuning.rows import Row, make_row
-from megatron.bridge.data.labels.label_rules import LabelRules, WordLabelRules
-from megatron.bridge.data.preference.pairs import PairEncoder, PairRows
+from megatron.bridge.data.finetuning.rows import Row, SampleRows, make_row
+from megatron.bridge.data.labels.label_rules import (
+    LabelRules,
+    NegativesRules,
+    RerankRules,
+    WordLabelRules,
+)
+from megatron.bridge.data.preference.pairs import LabeledSamples, PairEncoder, PairRows
 from megatron.bridge.data.records.encoding import (
     NO_TARGET,
     TOO_LONG,
@@ -24,13 +30,14 @@ from megatron.bridge.data.records.encoding import (
 )
 from megatron.bridge.data.records.formats import Record
 from megatron.bridge.data.records.record_config import EncodingRules
-from megatron.bridge.data.records.samples import EncodingReport, Sample
+from megatron.bridge.data.records.samples import EncodingReport, Sample, Samples
 from megatron.bridge.data.records.sources import LocatedRecord
 from megatron.bridge.data.records.truncation import shorten
 from megatron.bridge.data.tokenizer import HuggingFaceTokenizer, Tokenizer, appended_tokens
 from megatron.bridge.utils.errors import UserError
 
 TEXTS = ("query", "positive")
+NEGATIVES = "negatives"
 _PLACE_HOLDER = 0
 
 
@@ -95,8 +102,30 @@ class EmbeddingPairEncoder(TargetAtEnd, PairEncoder):
     """Tokenizes pairs of texts that belong together."""
 
     def _pair(self, location: str, record: Record, report: EncodingReport) -> Sequence[Sample]:
+        assert isinstance(self.rules, NegativesRules)
         texts = [(f"{location}: {name}", _record_of(record, name, location)) for name in TEXTS]
-        return self._both(texts, location, report)
+        for index, text in enumerate(negatives_of(record, self.rules.negatives, location), 1):
+            name = f"negative {index}"
+            texts.append((f"{location}: {name}", _record_of({name: text}, name, location)))
+        return self._together(texts, location, report)
+
+
+def negatives_of(record: Record, count: int, location: str) -> list[Any]:
+    """Return the first ``count`` hard negatives of a record.
+
+    Raises:
+        UserError: The record has fewer.
+    """
+    if count == 0:
+        return []
+    texts = record.get(NEGATIVES)
+    if not isinstance(texts, list) or len(texts) < count:
+        number = len(texts) if isinstance(texts, list) else "none"
+        raise UserError(
+            f"{location}: dataset.negatives={count}, but the record has {number} in its list {NEGATIVES}: add "
+            "texts that do not fit the query, or lower dataset.negatives"
+        )
+    return texts[:count]
 
 
 def _record_of(record: Record, name: str, location: str) -> dict[str, Any]:
@@ -109,6 +138,79 @@ def _record_of(record: Record, name: str, location: str) -> dict[str, Any]:
         f"{location}: {name}={content!r} must be a text or a list of messages: a pair has query and positive (keys: "
         f"{', '.join(sorted(record))})"
     )
+
+
+class RerankEncoder(PairEncoder):
+    """Tokenizes queries with documents; a record with a label has one, others have a group of them."""
+
+    def _pair(self, location: str, record: Record, report: EncodingReport) -> Sequence[Sample]:
+        assert isinstance(self.rules, RerankRules)
+        query = _text_of(record, "query", location)
+        if self.rules.negatives == 0:
+            document = _text_of(record, "document", location)
+            sample = self._sample(query, document, location, report)
+            return [] if sample is None else [_with_label(sample, record.get("label"), location)]
+        documents = [_text_of(record, "positive", location)]
+        for text in negatives_of(record, self.rules.negatives, location):
+            documents.append(_text_of({NEGATIVES: text}, NEGATIVES, location))
+        samples = [self._sample(query, document, location, report) for document in documents]
+        kept_samples = [sample for sample in samples if sample is not None]
+        return kept_samples if len(kept_samples) == len(samples) else []
+
+    def _sample(
+        self, query: str, document: str, location: str, report: EncodingReport
+    ) -> Sample | None:
+        """Return the tokens of a pair and a placeholder as their target; None if the pair is too long."""
+        if isinstance(self.tokenizer, HuggingFaceTokenizer):
+            ids: list[int] = list(self.tokenizer.hf(query, document)["input_ids"])
+        else:
+            ids = [*self.tokenizer.tokenize(query), *self.tokenizer.tokenize(document)]
+        limit = self.rules.max_tokens - 1
+        if len(ids) > limit and self.rules.truncation == "refuse":
+            raise UserError(
+                f"{location}: the query and a document have {len(ids)} tokens, more than {limit}, their part of "
+                "dataset.seq_length: increase it, or set dataset.truncation to drop or right"
+            )
+        if len(ids) > limit and self.rules.truncation == "drop":
+            report.drop(TOO_LONG, location)
+            return None
+        report.cut += len(ids) > limit
+        sample = Sample(np.array(ids[:limit], np.int32), np.zeros(min(len(ids), limit), np.bool_))
+        return _with_target(sample, _PLACE_HOLDER)
+
+
+def _text_of(record: Record, name: str, location: str) -> str:
+    text = record.get(name)
+    if isinstance(text, str) and text:
+        return text
+    raise UserError(
+        f"{location}: {name}={text!r} must be a text: a record for a reranker has query, document and label, or "
+        f"with dataset.negatives query, positive and negatives (keys: {', '.join(sorted(record))})"
+    )
+
+
+def _with_label(sample: Sample, label: Any, location: str) -> Sample:
+    """Return a sample that ends with its label, a float32 whose bits are stored as a token."""
+    if not isinstance(label, int | float) or not 0 <= label <= 1:
+        raise UserError(
+            f"{location}: label={label!r} must be a number from 0 (does not fit) to 1: correct it"
+        )
+    bits = np.float32(label).view(np.int32)
+    return Sample(np.append(sample.tokens, bits), np.append(sample.trained, False))
+
+
+class RelevanceRows(SampleRows):
+    """A query with a document in each row, without padding, and its label as ``relevance`` of all tokens."""
+
+    def __init__(self, samples: Samples, padding: int, multiple: int = 1) -> None:
+        super().__init__(LabeledSamples(samples), None, padding, multiple)
+        self._with_labels = samples
+
+    def __getitem__(self, index: int) -> Row:
+        row = super().__getitem__(index)
+        label = self._with_labels[index].tokens[-1:].view(np.float32)[0]
+        row["relevance"] = torch.full_like(row["loss_mask"], float(label))
+        return row
 
 
 class WordLabelEncoder(PairEncoder):

@@ -44,3 +44,17 @@ class TextPairRules(PairRules):
     """How records become pairs of complete texts. Prepared samples are keyed by the field name, too."""
 
     whole_texts: bool = True
+
+
+@dataclass(frozen=True)
+class NegativesRules(TextPairRules):
+    """How records become groups of texts. Prepared samples are keyed by the field names, too."""
+
+    negatives: int = 0
+
+
+@dataclass(frozen=True)
+class RerankRules(NegativesRules):
+    """How records become texts of a query and a document. Prepared samples are keyed by the field name, too."""
+
+    reranks: bool = True

@@ -53,15 +53,15 @@ class PairEncoder(RecordEncoder):
         answers = [
             (f"{location}: {name}", answer) for name, answer in split_pair(record, location).items()
         ]
-        return self._both(answers, location, report)
+        return self._together(answers, location, report)
 
-    def _both(
+    def _together(
         self, texts: Sequence[LocatedRecord], location: str, report: EncodingReport
     ) -> Sequence[Sample]:
-        """The samples of two texts; none if one of them is dropped."""
+        """The samples of the texts of a record; none if one of them is dropped."""
         samples, pair_report = super().__call__(texts)
         report.add(pair_report)
-        if len(samples) == len(ANSWERS):
+        if len(samples) == len(texts):
             return samples
         report.drop(INCOMPLETE, location)
         return []
@@ -71,7 +71,7 @@ class PairEncoder(RecordEncoder):
         limit = self.rules.max_tokens - 1
         if self.rules.truncation == "refuse" and length > limit:
             raise UserError(
-                f"{draft.where}: the answer and its prompt have {length} tokens, more than {limit}, half of "
+                f"{draft.where}: the answer and its prompt have {length} tokens, more than {limit}, its part of "
                 f"dataset.seq_length: increase it, or set dataset.truncation to drop, right, left or keep_answer"
             )
         return super()._keep(draft, report)
@@ -120,16 +120,16 @@ def _common_prompt(record: Record, location: str) -> tuple[Any, int]:
 
 
 class PairRows(SampleRows):
-    """One pair in each row, without padding. The rows of a microbatch are concatenated."""
+    """One pair, or group of texts, in each row, without padding. The rows of a microbatch are concatenated."""
 
     def __init__(
-        self, samples: Samples, padding: int, multiple: int = 1, names: tuple[str, str] = ANSWERS
+        self, samples: Samples, padding: int, multiple: int = 1, names: tuple[str, ...] = ANSWERS
     ) -> None:
         super().__init__(samples, None, padding, multiple)
         self._names = names
 
     def __len__(self) -> int:
-        return len(self.samples) // len(ANSWERS)
+        return len(self.samples) // len(self._names)
 
     def titles(self, count: int) -> list[str]:
         return [
@@ -139,7 +139,8 @@ class PairRows(SampleRows):
         ]
 
     def _places(self, index: int) -> list[int]:
-        return [2 * index, 2 * index + 1]
+        count = len(self._names)
+        return list(range(count * index, count * (index + 1)))
 
 
 KEYS = ("prompt", "completion", "label")

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The configs of indexed datasets, and of mock data."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Annotated, ClassVar
 
 from megatron.bridge.data.dataset_config import SPLITS, DatasetConfig, DatasetRequest, Splits
@@ -12,6 +12,7 @@ from megatron.bridge.data.pretraining.blend import (
     split_problems,
 )
 from megatron.bridge.utils.config.ranges import SEED
+from megatron.bridge.utils.errors import UserError
 
 
 @dataclass(kw_only=True)
@@ -117,6 +118,11 @@ class GPTDatasetConfig(DatasetConfig):
             problems += blend_problems(f"dataset.blend_per_split ({name})", blend)
         return problems
 
+    def held_out_from(self, source: str) -> "GPTDatasetConfig":
+        """Return a config that validates on all documents of the corpus with the prefix ``source``."""
+        per_split: BlendPerSplit = (None, ([source], None), None)
+        return replace(self, blend=None, split=None, blend_per_split=per_split)
+
     def check_sources(self) -> None:
         from megatron.bridge.data.pretraining.gpt_builder import open_corpus  # imports torch
 
@@ -143,6 +149,14 @@ class MockGPTDatasetConfig(DatasetConfig):
     @property
     def shuffle_seed(self) -> int:
         return self.random_seed
+
+    def held_out_from(self, source: str) -> "MockGPTDatasetConfig":
+        """Return a config that validates on the samples of another seed, the number ``source``."""
+        if not source.isdecimal():
+            raise UserError(
+                f"validation.sets reads {source}, but mock data has no sources: give a number, which is a seed"
+            )
+        return replace(self, random_seed=int(source))
 
     def build(self, request: DatasetRequest) -> Splits:
         from megatron.bridge.data.pretraining.mock_dataset import MockGPTDataset  # imports torch

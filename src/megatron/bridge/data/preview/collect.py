@@ -10,7 +10,7 @@ import numpy as np
 from megatron.core.datasets.blended_dataset import BlendedDataset
 from megatron.core.datasets.gpt_dataset import GPTDataset
 
-from megatron.bridge.data.dataset_config import SPLITS, DatasetConfig
+from megatron.bridge.data.dataset_config import DatasetConfig
 from megatron.bridge.data.finetuning.rows import BlendedRows, EpochRows
 from megatron.bridge.data.loaders import (
     Batch,
@@ -170,7 +170,9 @@ def preview(
     """Look at ``samples`` of each split of a run's data, without drawing from its iterators."""
     splits = []
     corpora = []
-    for name, iterator in zip(SPLITS, data, strict=True):
+    iterators = {"train": data.train, "valid": data.valid, "test": data.test}
+    iterators |= {f"valid {name}": batches for name, batches in data.valid_sets.items()}
+    for name, iterator in iterators.items():
         dataset = iterator.dataset if isinstance(iterator, BatchIterator) else iterator
         parts = list(_parts_of_blend(name, dataset))
         splits += [_preview_split(part_name, part, tokenizer, samples) for part_name, part in parts]

@@ -12,7 +12,7 @@ from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import Tensor, nn
 
 from megatron.bridge.models.features.feature import LayerFeature
-from megatron.bridge.utils.config.ranges import AT_LEAST_ONE
+from megatron.bridge.utils.config.ranges import AT_LEAST_ONE, AT_LEAST_ZERO, Range
 from megatron.bridge.utils.errors import UserError
 
 HeadName = Literal["sequence_classification", "token_classification", "embedding"]
@@ -99,11 +99,27 @@ class HeadFields:
     """How training with ``head='embedding'`` makes one vector of a text."""
     contrastive_temperature: float = 0.05
     """Divides the similarities of embeddings in the contrastive loss."""
+    hard_negatives: Annotated[int, AT_LEAST_ZERO] = 0
+    """Texts of each record that do not fit its query; 0 takes ``dataset.negatives``."""
+    gather_negatives: bool = False
+    """Compare a query with the texts of all data-parallel ranks, not only with those of its own."""
+    matryoshka_dims: Annotated[list[int] | None, Range(least=1, of_items=True)] = None
+    """Train the beginnings of embeddings, too: the contrastive loss is the sum of those of these sizes."""
+    matryoshka_weights: list[float] | None = None
+    """Factors of these losses; None is 1 for each."""
 
 
 class HeadFeature(LayerFeature):
     switches = {"head": None}
-    prefixes = ("num_labels", "label_names", "pooling", "contrastive_temperature")
+    prefixes = (
+        "num_labels",
+        "label_names",
+        "pooling",
+        "contrastive_temperature",
+        "hard_negatives",
+        "gather_negatives",
+        "matryoshka_",
+    )
     prefix_switch = "head"
     pricing = {
         "head": "modules",
@@ -111,6 +127,9 @@ class HeadFeature(LayerFeature):
         "label_names": "numbers",
         "pooling": "numbers",
         "contrastive_temperature": "numbers",
+        "hard_negatives": "numbers",
+        "gather_negatives": "numbers",
+        "matryoshka_*": "numbers",
     }
 
     def check(self, config: Any) -> Iterator[str]:
@@ -140,10 +159,30 @@ def _settings_without_support(config: Any) -> Iterator[str]:
             f"model.label_names has {len(config.label_names)} names, and model.num_labels is {config.num_labels}: "
             "name each class"
         )
+    yield from _matryoshka_problems(config)
     for name in ("mtp_num_layers", "use_mup", "vision"):
         if value := getattr(config, name, None):
             shown = value if isinstance(value, int) else "..."
             yield f"model.head={config.head} does not go with model.{name}={shown}: unset one of them"
+
+
+def _matryoshka_problems(config: Any) -> Iterator[str]:
+    dims: list[int] = config.matryoshka_dims or []
+    weights = config.matryoshka_weights
+    if (dims or config.gather_negatives) and config.head != "embedding":
+        yield (
+            f"model.matryoshka_dims={dims} and model.gather_negatives={config.gather_negatives} are for "
+            f"model.head=embedding, which is {config.head}: unset them"
+        )
+    if any(size > config.hidden_size for size in dims) or len(set(dims)) != len(dims):
+        yield (
+            f"model.matryoshka_dims={dims}: give different sizes up to model.hidden_size={config.hidden_size}"
+        )
+    if weights is not None and (len(weights) != len(dims) or not all(w > 0 for w in weights)):
+        yield (
+            f"model.matryoshka_weights={weights} with model.matryoshka_dims={dims}: give a factor above 0 for "
+            "each size"
+        )
 
 
 def _settings_without_head(config: Any) -> Iterator[str]:
@@ -152,6 +191,10 @@ def _settings_without_head(config: Any) -> Iterator[str]:
         ("label_names", None),
         ("pooling", "last_token"),
         ("contrastive_temperature", 0.05),
+        ("hard_negatives", 0),
+        ("gather_negatives", False),
+        ("matryoshka_dims", None),
+        ("matryoshka_weights", None),
     ):
         if (value := getattr(config, name)) != unset:
             yield f"model.{name}={value} has no effect without model.head: set model.head"

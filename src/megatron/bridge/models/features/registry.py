@@ -13,6 +13,7 @@ from megatron.bridge.models.features.experts_beside_mlp import (
 from megatron.bridge.models.features.feature import LayerFeature
 from megatron.bridge.models.features.gated_delta_net import GatedDeltaNetFeature
 from megatron.bridge.models.features.heads import HeadFeature, HeadFields
+from megatron.bridge.models.features.host_activations import HostActivationsFeature
 from megatron.bridge.models.features.kimi_delta import KimiDeltaFeature, KimiDeltaFields
 from megatron.bridge.models.features.kv_sharing import KVSharingFeature, KVSharingFields
 from megatron.bridge.models.features.latent_experts import LatentExpertsFeature
@@ -81,6 +82,7 @@ FEATURES: list[LayerFeature] = [
     LayerScaleFeature(),  # after what layers add at their end
     PaddingFeature(),  # hides logits of padding after they were scaled
     PaddingTokenFeature(),
+    HostActivationsFeature(),
     HeadFeature(),  # replaces the output layer with all that was added to it
 ]
 """All features, in the order in which they change layer specs and models."""

@@ -28,6 +28,7 @@ from megatron.bridge.training.callbacks.observe.logging import Logging
 from megatron.bridge.training.callbacks.observe.profiling import Profiling, StopProfiling
 from megatron.bridge.training.callbacks.observe.sample_generation import GenerationSamples
 from megatron.bridge.training.config import ConfigContainer
+from megatron.bridge.training.step.embedding_noise import EmbeddingNoise
 
 
 def default_callbacks(
@@ -38,32 +39,37 @@ def default_callbacks(
     nvrx = config.nvrx_straggler
     profiling = None if config.profiling is None else Profiling(config)
     rerun = config.rerun_state_machine
+    noise = config.train.neftune_noise_alpha
+    trains = not config.train.skip_train
+    keeps_best = config.validation.patience or config.checkpoint.keep_best
+    copies_to_hf = config.checkpoint.also_save_hf_checkpoint
     callbacks: list[Callback | None] = [
         monitor,  # first, so that the step ends before the other callbacks run
         # these watch the hooks of all later callbacks
         None if hang is None else HangDetection(hang),
         None if config.straggler is None else StragglerDetection(config.straggler),
         None if nvrx is None or not nvrx.enabled else NVRxStragglerDetection(nvrx),
-        RunLock(),  # before anything is written to the folder
+        RunLock() if trains else None,  # before anything is written to the folder
         RunMetadata(),  # the resolved config is on disk before anything can fail
         profiling,  # profiles the step alone
         GarbageCollection(),
         DataPosition(),  # before any data is read
         DataPreview(),  # before any time is spent on wrong data
         ParamGather(),  # after the last step, before anything reads the weights
+        EmbeddingNoise(noise) if noise and trains else None,
         FirstStepForecast(),
         Logging(config),  # a step is logged before it is evaluated
         profiling
         and StopProfiling(profiling),  # writing profiles does not count as time of the step
         NaNGuard(),  # a step with NaN is logged, but neither evaluated nor saved
         Evaluation(),
-        BestModel() if config.validation.patience or config.checkpoint.keep_best else None,
+        BestModel() if keeps_best and trains else None,
         *GenerationSamples.of(config),
         *users,  # their changes at a step belong to the checkpoint of that step
         # on the batches as the user's callbacks see them
         None if rerun is None else Rerun(rerun, bool(config.model.fp16)),
-        CheckpointSaving(),  # before the next batch is read
-        HFCopies() if config.checkpoint.also_save_hf_checkpoint else None,  # of what is published
+        CheckpointSaving() if trains else None,  # before the next batch is read
+        HFCopies() if copies_to_hf and trains else None,  # of what is published
         Preemption(config),  # when every rank is done with the step
         ExitInterval(),  # a run stops only after it is saved
         SkipBatches(),  # last, when all callbacks are done with the step

@@ -547,7 +547,7 @@ def _checked_run_state(run: Run, common: dict[str, Any], directory: Path) -> dic
                 f"checkpoint {directory} was saved without {description}; set checkpoint.{key}=false"
             )
     model_check.check_same_function(run.config.model, saved, directory, config.allow_model_change)
-    if run.scheduler and saved["scheduler"]:
+    if run.scheduler and saved["scheduler"] and not run.config.train.skip_train:
         check_schedule(run, saved["scheduler"], directory)
     peft.check_base(run, saved, directory)
     return saved

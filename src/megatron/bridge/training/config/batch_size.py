@@ -49,8 +49,27 @@ class BatchSize:
         return steps + max(samples - consumed, 0) // self.final
 
 
+class EvaluationBatch(NamedTuple):
+    """The batch of an evaluation, over all ranks."""
+
+    micro: int
+    total: int
+
+
+def evaluation_batch(config: RunConfig) -> EvaluationBatch:
+    """Return the sizes of an evaluation's batch, which are those of training unless they are set."""
+    train = config.train
+    validation = config.validation
+    return EvaluationBatch(
+        validation.eval_micro_batch_size or train.micro_batch_size,
+        validation.eval_global_batch_size or train.global_batch_size,
+    )
+
+
 def samples_of(train: TrainingConfig) -> int:
     """Training samples that a whole run draws."""
+    if train.skip_train:
+        return 0
     return BatchSize(train).samples_after(train.train_iters)
 
 

@@ -52,6 +52,7 @@ _NAMES_BY_MODULE = {
         "PackedSequenceSpecs",
         "PreferenceDatasetConfig",
         "PromptDatasetConfig",
+        "RerankDatasetConfig",
         "RewardDatasetConfig",
         "SFTDatasetConfig",
         "TokenClassificationDatasetConfig",

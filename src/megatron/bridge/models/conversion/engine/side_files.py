@@ -123,6 +123,8 @@ def _write_config(
         "dtype", None
     )  # the files keep the source's dtypes unless the caller asks for another
     changed |= stored
+    if "architectures" in changed and provider.head == "sequence_classification":
+        changed |= _padding_token(directory, source.raw_config)
     config = {**source.raw_config, **changed}
     if not isinstance(quantizer, AsSource):
         config = without_quantization(config)
@@ -133,6 +135,26 @@ def _write_config(
             config.pop(old, None)
     if config != source.raw_config:
         (directory / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
+
+
+def _padding_token(directory: Path, config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the tokenizer's padding token for a config without one; a new classifier needs it to score a batch."""
+    settings = _json_file(directory / "tokenizer_config.json")
+    token = settings.get("pad_token")
+    if config.get("pad_token_id") is not None or token is None:
+        return {}
+    name = token["content"] if isinstance(token, dict) else token
+    tokenizer = _json_file(directory / "tokenizer.json")
+    vocabulary = tokenizer.get("model", {}).get("vocab", {})
+    ids = dict(vocabulary) if isinstance(vocabulary, dict) else {}
+    ids |= {added["content"]: added["id"] for added in tokenizer.get("added_tokens", [])}
+    for token_id, added in settings.get("added_tokens_decoder", {}).items():
+        ids[added["content"]] = int(token_id)
+    return {"pad_token_id": ids[name]} if name in ids else {}
+
+
+def _json_file(path: Path) -> dict[str, Any]:
+    return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
 
 
 def _write_limits(directory: Path, limits: Mapping[str, float]) -> None:

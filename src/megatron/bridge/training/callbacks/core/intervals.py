@@ -4,7 +4,7 @@
 import gc
 
 from megatron.bridge.training.callbacks.base import Callback
-from megatron.bridge.training.evaluation import evaluate
+from megatron.bridge.training.evaluation import evaluate, has_validation_data
 from megatron.bridge.training.optim.optimizer import gather_params
 from megatron.bridge.training.state import Run
 
@@ -24,14 +24,13 @@ class Evaluation(Callback):
             return  # these are not the final weights, and the remaining time is needed for saving
         if context.progress.step != self._evaluated_step:
             self._validate(context)
-        if (
-            context.data.test is not None
-            and context.progress.step >= context.config.train.train_iters
-        ):
+        train = context.config.train
+        is_final = train.skip_train or context.progress.step >= train.train_iters
+        if context.data.test is not None and is_final:
             evaluate(context, "test")
 
     def _validate(self, run: Run) -> None:
-        if run.data.valid is not None:
+        if has_validation_data(run):
             evaluate(run)
             self._evaluated_step = run.progress.step
 

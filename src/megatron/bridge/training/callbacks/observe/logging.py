@@ -178,6 +178,8 @@ def announcement(config: ConfigContainer, step: int) -> str:
     """One line about the training that is about to start."""
     train = config.train
     length = config.dataset.seq_length
+    if train.skip_train:
+        return f"train.skip_train: the weights of step {step} are evaluated, and nothing is trained"
     if step >= train.train_iters:
         return f"nothing is left to train: the run is at step {step}, train.train_iters={train.train_iters}"
     sizes = sizes_of(config.model) | {"data": config.data_parallel_size()}

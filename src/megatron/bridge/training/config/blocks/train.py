@@ -45,6 +45,16 @@ class TrainingConfig:
     """Patterns of parameters to freeze, such as ``embedding.*`` or ``decoder.layers.0.*``: Megatron's
     names, ``*`` for any characters, layers numbered over all pipeline stages.
     """
+    label_smoothing: Annotated[float, Range(least=0, below=1)] = 0.0
+    """Share of the probability of each target that the training loss spreads over the vocabulary, as
+    ``label_smoothing`` of PyTorch's ``cross_entropy``. Evaluations do not smooth.
+    """
+    neftune_noise_alpha: Annotated[float | None, Range(above=0)] = None
+    """Add uniform noise of this strength to the embeddings of training samples (NEFTune); usual are 5 to 15."""
+    skip_train: bool = False
+    """Evaluate the weights on validation and test data, and train nothing: there is no optimizer, and nothing is
+    saved.
+    """
     manual_gc: bool = False
     """Turn off Python's automatic garbage collection and collect at the same step on all ranks."""
     manual_gc_interval: Annotated[int, AT_LEAST_ZERO] = 0
@@ -59,6 +69,15 @@ class ValidationConfig:
     """Steps between evaluations; None evaluates once, at the end."""
     eval_iters: Annotated[int, AT_LEAST_ZERO] = 0
     """Global batches in one evaluation; 0 switches evaluation off."""
+    eval_micro_batch_size: Annotated[int | None, AT_LEAST_ONE] = None
+    """Samples per forward pass of an evaluation; None is ``train.micro_batch_size``."""
+    eval_global_batch_size: Annotated[int | None, AT_LEAST_ONE] = None
+    """Samples per global batch of an evaluation; None is ``train.global_batch_size``."""
+    sets: dict[str, str | None] = field(default_factory=dict[str, str | None])
+    """Validation sets by name, instead of the validation split of ``dataset``: what to read in its place (the prefix of
+    a corpus, or the folder or name of a dataset of records), or None for the split itself. Each is evaluated on
+    ``eval_iters`` batches, and its losses are reported as ``NAME/lm loss``.
+    """
     patience: Annotated[int | None, AT_LEAST_ONE] = None
     """End the run after this many evaluations in a row that are no better than the best one; None goes on."""
     metric: str | None = None

@@ -19,6 +19,7 @@ from megatron.bridge.training.config.resolve.precision import (
 )
 from megatron.bridge.training.config.resolve.requirements import check_requirements
 from megatron.bridge.training.config.resolve.schedule import (
+    derive_evaluation_alone,
     derive_folders,
     derive_length,
     derive_schedule,
@@ -79,6 +80,7 @@ def resolve[ConfigT: RunConfig](
 
 def _derive(config: RunConfig, world_size: int, findings: Findings) -> None:
     """Run all steps; later ones read what earlier ones set."""
+    derive_evaluation_alone(config)
     derive_mtp_layers(config, findings)
     derive_precision(config, findings)
     derive_backend(config, findings)

@@ -9,10 +9,12 @@ from megatron.bridge.data.config import (
     BlendedDatasetConfig,
     ClassificationDatasetConfig,
     DatasetConfig,
+    EmbeddingDatasetConfig,
     PackedSequenceSpecs,
     PreferenceDatasetConfig,
     PromptDatasetConfig,
     RecordDatasetConfig,
+    RerankDatasetConfig,
     TokenClassificationDatasetConfig,
 )
 from megatron.bridge.data.energon import EnergonProvider
@@ -54,6 +56,14 @@ def tuning_parts(dataset: DatasetConfig) -> Sequence[RecordDatasetConfig]:
     return [dataset] if isinstance(dataset, RecordDatasetConfig) else []
 
 
+def validation_sets(config: RunConfig) -> dict[str, DatasetConfig]:
+    """Return the dataset of each set of ``validation.sets`` by its name."""
+    return {
+        name: config.dataset if source is None else config.dataset.held_out_from(source)
+        for name, source in config.validation.sets.items()
+    }
+
+
 def _continue_template(part: RecordDatasetConfig, config: RunConfig) -> None:
     """Render conversations as the run did that trained the weights from which this one starts.
 
@@ -92,6 +102,8 @@ def has_tower(config: RunConfig) -> bool:
 
 
 def _count_classes(part: RecordDatasetConfig, config: RunConfig) -> None:
+    if isinstance(part, EmbeddingDatasetConfig | RerankDatasetConfig):
+        config.model.hard_negatives = config.model.hard_negatives or part.negatives
     if not isinstance(part, ClassificationDatasetConfig | TokenClassificationDatasetConfig):
         return
     if part.num_labels is None:

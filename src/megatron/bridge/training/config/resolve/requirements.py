@@ -16,8 +16,7 @@ RECOMPUTED_BY_TORCH = ("core_attn", "mlp", "moe", "shared_experts")
 NEEDS_ENGINE = {
     "tp_comm_overlap": "switch it off",
     "delay_wgrad_compute": "switch it off",
-    "cpu_offloading": "recompute instead, with model.recompute_granularity=full",
-    "fine_grained_activation_offloading": "recompute instead, with model.recompute_granularity=selective",
+    "fine_grained_activation_offloading": "use model.cpu_offloading=true instead, or recompute",
 }
 
 # backend of the flex dispatcher -> what it needs, and Megatron-Core's name for whether that is installed

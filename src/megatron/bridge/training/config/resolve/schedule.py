@@ -53,6 +53,13 @@ def _count_epochs(config: RunConfig, findings: Findings) -> None:
     train.train_iters = steps
 
 
+def derive_evaluation_alone(config: RunConfig) -> None:
+    """Without training, a checkpoint is read for its weights and its step."""
+    if config.train.skip_train:
+        config.checkpoint.load_optim = False
+        config.checkpoint.load_rng = False
+
+
 def derive_schedule(config: RunConfig, findings: Findings) -> None:
     """Let the decay end with the run, and the weight decay stay as it is."""
     scheduler = config.scheduler
@@ -76,6 +83,6 @@ def derive_schedule(config: RunConfig, findings: Findings) -> None:
 
 
 def derive_folders(config: RunConfig) -> None:
-    """Logs go to the run folder."""
-    if config.logger.log_dir is None:
+    """Logs go to the run folder. An evaluation alone leaves the folder of the run that it evaluates as it is."""
+    if config.logger.log_dir is None and not config.train.skip_train:
         config.logger.log_dir = config.checkpoint.save

@@ -3,9 +3,11 @@
 
 import math
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 from megatron.bridge.backends.attention.context_parallel import repeats_for_heads
 from megatron.bridge.backends.specs.layer_specs import resolve_backend
+from megatron.bridge.training.config.batch_size import evaluation_batch
 from megatron.bridge.training.config.rules.stages import SPLIT, given
 from megatron.bridge.training.config.rules.values import (
     indivisible,
@@ -140,19 +142,18 @@ def pp_divides_layers(config: RunConfig, world_size: int) -> Iterator[str]:
 def vp_fits_microbatches(config: RunConfig, world_size: int) -> Iterator[str]:
     """The interleaved schedule works on groups of microbatches, one per stage."""
     model = config.model
-    batch = config.train.global_batch_size
-    count, rest = divmod(
-        batch, config.train.micro_batch_size * config.data_parallel_size(world_size)
-    )
     stages = model.pipeline_model_parallel_size
     group = model.microbatch_group_size_per_vp_stage or stages
-    if model.virtual_pipeline_model_parallel_size is None or rest:
+    if model.virtual_pipeline_model_parallel_size is None:
         return
-    if not stages <= group <= count or 0 < count % group < stages:
+    for batch in _batches(config):
+        count, rest = divmod(batch.total, batch.micro * config.data_parallel_size(world_size))
+        if rest or (stages <= group <= count and not 0 < count % group < stages):
+            continue
         yield (
-            f"train.global_batch_size={batch} gives {count} microbatches per rank, which virtual pipelining over "
-            f"{stages} stages cannot interleave in groups of {group}: use {multiple_near(count, stages)} "
-            "microbatches"
+            f"{batch.total_key}={batch.total} gives {count} microbatches per rank, which virtual pipelining "
+            f"over {stages} stages cannot interleave in groups of {group}: use "
+            f"{multiple_near(count, stages)} microbatches"
         )
 
 
@@ -243,20 +244,46 @@ def tp_with_experts_needs_sp(config: RunConfig, world_size: int) -> Iterator[str
         yield "model.sequence_parallel=False with experts and tensor parallelism: set model.sequence_parallel=true"
 
 
+@dataclass(frozen=True)
+class _Batch:
+    """A batch of training or of evaluation, and the keys that set its sizes."""
+
+    micro: int
+    total: int
+    micro_key: str
+    total_key: str
+
+
+def _batches(config: RunConfig) -> Iterator[_Batch]:
+    """Yield the batch of training, and that of evaluation if it has other sizes."""
+    train = config.train
+    micro_key = "train.micro_batch_size"
+    total_key = "train.global_batch_size"
+    yield _Batch(train.micro_batch_size, train.global_batch_size, micro_key, total_key)
+    validation = config.validation
+    micro, total = evaluation_batch(config)
+    if validation.eval_micro_batch_size is not None:
+        micro_key = "validation.eval_micro_batch_size"
+    if validation.eval_global_batch_size is not None:
+        total_key = "validation.eval_global_batch_size"
+    if (micro, total) != (train.micro_batch_size, train.global_batch_size):
+        yield _Batch(micro, total, micro_key, total_key)
+
+
 def replicas_divide_batch(config: RunConfig, world_size: int) -> Iterator[str]:
     """A global batch is a whole number of microbatches on every replica."""
-    micro = config.train.micro_batch_size
-    batch = config.train.global_batch_size
     replicas = config.data_parallel_size(world_size)
-    if batch % (micro * replicas):
-        smaller = (
-            ""
-            if batch % replicas
-            else f", or train.micro_batch_size={math.gcd(micro, batch // replicas)}"
-        )
+    for batch in _batches(config):
+        micro = batch.micro
+        total = batch.total
+        if total % (micro * replicas) == 0:
+            continue
+        smaller = ""
+        if total % replicas == 0:
+            smaller = f", or {batch.micro_key}={math.gcd(micro, total // replicas)}"
         yield (
-            f"train.global_batch_size={batch} is not a multiple of train.micro_batch_size={micro} x data parallel "
-            f"size {replicas}: use {multiple_near(batch, micro * replicas)}{smaller}"
+            f"{batch.total_key}={total} is not a multiple of {batch.micro_key}={micro} x data parallel "
+            f"size {replicas}: use {multiple_near(total, micro * replicas)}{smaller}"
         )
 
 

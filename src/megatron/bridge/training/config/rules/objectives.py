@@ -9,7 +9,7 @@ from megatron.bridge.data.config import (
     EmbeddingDatasetConfig,
     PreferenceDatasetConfig,
     PromptDatasetConfig,
-    RecordDatasetConfig,
+    RerankDatasetConfig,
     RewardDatasetConfig,
     TokenClassificationDatasetConfig,
 )
@@ -20,6 +20,7 @@ from megatron.bridge.utils.errors import UserError
 OF_HEADS = (
     ClassificationDatasetConfig,
     EmbeddingDatasetConfig,
+    RerankDatasetConfig,
     RewardDatasetConfig,
     TokenClassificationDatasetConfig,
 )
@@ -27,26 +28,37 @@ OF_HEADS = (
 
 def head_fits_the_data(config: RunConfig, world_size: int) -> Iterator[str]:
     """Records of texts and classes are for the head that learns from them."""
-    dataset_class = _dataset_for(config)
+    model = config.model
+    classes = _datasets_for(config)
+    names = " or ".join(dataset_class.__name__ for dataset_class in classes)
     for part in tuning_parts(config.dataset):
-        if dataset_class is None and isinstance(part, OF_HEADS):
+        if model.head is None and isinstance(part, OF_HEADS):
             yield f"dataset is a {type(part).__name__}, but model.head is not set: set it, or use other data"
-        elif dataset_class is not None and not isinstance(part, dataset_class):
+        elif model.head is not None and not isinstance(part, classes):
             yield (
-                f"model.head={config.model.head} with num_labels={config.model.num_labels} needs a dataset of "
-                f"the class {dataset_class.__name__}, but dataset is a {type(part).__name__}: change one of them"
+                f"model.head={model.head} with num_labels={model.num_labels} needs a dataset of "
+                f"the class {names}, but dataset is a {type(part).__name__}: change one of them"
+            )
+        negatives = getattr(part, "negatives", model.hard_negatives)
+        if negatives != model.hard_negatives:
+            yield (
+                f"model.hard_negatives={model.hard_negatives} and dataset.negatives={negatives} differ: leave the "
+                "first unset"
             )
 
 
-def _dataset_for(config: RunConfig) -> type[RecordDatasetConfig] | None:
+def _datasets_for(config: RunConfig) -> tuple[type, ...]:
+    """Return the classes of data that the head of the model learns from."""
     model = config.model
     if model.head is None:
-        return None
+        return ()
     if model.head == "embedding":
-        return EmbeddingDatasetConfig
+        return (EmbeddingDatasetConfig,)
     if model.head == "token_classification":
-        return TokenClassificationDatasetConfig
-    return RewardDatasetConfig if model.num_labels == 1 else ClassificationDatasetConfig
+        return (TokenClassificationDatasetConfig,)
+    if model.num_labels == 1:
+        return (RewardDatasetConfig, RerankDatasetConfig)
+    return (ClassificationDatasetConfig,)
 
 
 def adapters_leave_a_new_head_untrained(config: RunConfig, world_size: int) -> Iterator[str]:

@@ -3,6 +3,7 @@
 
 from collections.abc import Iterator
 
+from megatron.bridge.backends.specs.layer_specs import resolve_backend
 from megatron.bridge.data.pretraining.gpt_config import GPTDatasetConfig, MockGPTDatasetConfig
 from megatron.bridge.training.config.rules.values import unmet
 from megatron.bridge.training.config.run_config import RunConfig
@@ -31,8 +32,26 @@ def offloaded_layers_exist(config: RunConfig, world_size: int) -> Iterator[str]:
     """Whole layers are offloaded, and the last one is needed at once."""
     count = config.model.cpu_offloading_num_layers
     limit = config.model.num_layers - 1
-    if config.model.cpu_offloading and not 0 <= count <= limit:
-        yield f"model.cpu_offloading_num_layers={count} with model.cpu_offloading=True: must lie between 0 and {limit}"
+    if config.model.cpu_offloading and not 1 <= count <= limit:
+        yield f"model.cpu_offloading_num_layers={count} with model.cpu_offloading=True: must lie between 1 and {limit}"
+
+
+def offloading_fits_backend(config: RunConfig, world_size: int) -> Iterator[str]:
+    """A layer that is recomputed saves its input alone; Transformer Engine offloads one stage without recomputation."""
+    model = config.model
+    if not model.cpu_offloading:
+        return
+    key = "model.cpu_offloading=True"
+    recomputed = model.recompute_granularity
+    if resolve_backend(model.backend) == "torch":
+        if recomputed == "full":
+            yield f"{key} with model.recompute_granularity=full: use selective, or switch one of them off"
+        return
+    if model.pipeline_model_parallel_size > 1 or recomputed is not None:
+        yield (
+            f"{key} needs model.pipeline_model_parallel_size=1 and model.recompute_granularity=null with "
+            "Transformer Engine: set both, or model.backend=torch"
+        )
 
 
 def deterministic_delta_nets_are_unpacked(config: RunConfig, world_size: int) -> Iterator[str]:

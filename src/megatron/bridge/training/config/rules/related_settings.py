@@ -85,6 +85,18 @@ EXCLUSIONS = [
     # generation needs the weights of a rank in whole
     Exclusive("grpo", "dist.use_torch_fsdp2", remedy="use the distributed optimizer"),
     Exclusive("grpo", "ddp.use_megatron_fsdp", remedy="use the distributed optimizer"),
+    # completions are sampled with the weights of the optimizer's step, and held-out prompts are no losses of batches
+    Exclusive("grpo", "train.skip_train", remedy="evaluate with `megatron-bridge eval` instead"),
+    Exclusive("grpo", "validation.sets", remedy="held-out prompts are one set, unset the second"),
+    # these losses are no cross entropies of tokens
+    Exclusive("distill", "train.label_smoothing", remedy="the teacher's distribution is smooth"),
+    Exclusive("dpo", "train.label_smoothing", remedy="use dpo.label_smoothing"),
+    Exclusive("grpo", "train.label_smoothing", remedy="unset the second"),
+    Exclusive("model.head", "train.label_smoothing", remedy="unset the second"),
+    # what they are compared with sees the same embeddings
+    Exclusive("distill", "train.neftune_noise_alpha", remedy="unset the second"),
+    Exclusive("dpo", "train.neftune_noise_alpha", remedy="unset the second"),
+    Exclusive("grpo", "train.neftune_noise_alpha", remedy="unset the second"),
     # such a model has no probabilities of tokens
     Exclusive("model.head", "distill", remedy="a head has no tokens to compare, unset one of them"),
     Exclusive("model.head", "dpo", remedy="a head has no tokens to compare, unset one of them"),
@@ -155,6 +167,17 @@ REQUIREMENTS = [
         remedy="give the weights to put the adapters on, a Megatron checkpoint or a Hugging Face directory",
     ),
     Requirement(
+        AnyOf(On("train.skip_train"), On("validation.sets")),
+        needs=[On("validation.eval_iters")],
+        remedy="set the number of batches of an evaluation",
+    ),
+    # buffers and graphs have the shape of a microbatch of training
+    Requirement(
+        On("validation.eval_micro_batch_size"),
+        needs=[Equals("model.tp_comm_overlap", False), Equals("model.cuda_graph_impl", "none")],
+        remedy="set that, or evaluate with train.micro_batch_size",
+    ),
+    Requirement(
         Equals("grpo.loss_type", "luspo"),
         needs=[Equals("grpo.importance_sampling_level", "sequence")],
         remedy="set that, or another loss_type",
@@ -187,7 +210,14 @@ REQUIREMENTS = [
     # the other texts of a microbatch are what a query is told apart from
     Requirement(
         Equals("model.head", "embedding"),
-        needs=[Exceeds("train.micro_batch_size", 1), Exceeds("model.contrastive_temperature", 0)],
+        needs=[
+            AnyOf(
+                Exceeds("train.micro_batch_size", 1),
+                Exceeds("model.hard_negatives", 0),
+                On("model.gather_negatives"),
+            ),
+            Exceeds("model.contrastive_temperature", 0),
+        ],
         remedy="raise them",
     ),
     # Megatron-Core shards only Adam, and would refuse after building the model
@@ -281,14 +311,6 @@ REQUIREMENTS = [
                 Equals("model.mtp_num_layers", 0),
                 Equals("model.mtp_num_layers", 1),
             ),
-        ],
-        remedy="or switch it off",
-    ),
-    Requirement(
-        On("model.cpu_offloading"),
-        needs=[
-            Equals("model.pipeline_model_parallel_size", 1),
-            Equals("model.recompute_granularity", None),
         ],
         remedy="or switch it off",
     ),

@@ -7,6 +7,7 @@ from megatron.bridge.training.config.batch_size import lengths, stages
 from megatron.bridge.training.config.blocks.optimizer import ParameterOverride
 from megatron.bridge.training.config.rules.values import divisors, multiple_near, near, value_of
 from megatron.bridge.training.config.run_config import RunConfig
+from megatron.bridge.utils.errors import UserError
 
 
 def rampup_reaches_global_batch_size(config: RunConfig, world_size: int) -> Iterator[str]:
@@ -48,6 +49,22 @@ def epochs_can_be_counted(config: RunConfig, world_size: int) -> Iterator[str]:
             f"{key}, but a dataset of type {type(config.dataset).__name__} has no number of rows to count: set "
             "train.train_iters or train.train_samples instead"
         )
+
+
+def validation_sets_can_be_read(config: RunConfig, world_size: int) -> Iterator[str]:
+    """Each set has a name that does not look like two, and a source that the dataset can read."""
+    for name, source in config.validation.sets.items():
+        key = f"validation.sets: {name}"
+        if not name or "/" in name:
+            yield f"{key!r} is no name: use one without a slash, which separates it from the names of losses"
+        if source is None:
+            continue
+        try:
+            problems = config.dataset.held_out_from(source).problems()
+        except UserError as error:
+            problems = [str(error)]
+        for problem in problems:
+            yield f"{key}: {problem}"
 
 
 def rampup_fits_data_parallel_size(config: RunConfig, world_size: int) -> Iterator[str]:
