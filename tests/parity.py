@@ -130,6 +130,12 @@ PP4 = {"pipeline_model_parallel_size": 4}
 PP2_VP2 = PP2 | {"virtual_pipeline_model_parallel_size": 2}
 CP2 = {"context_parallel_size": 2, "cp_comm_type": "all_gather"}
 CP2_EXCHANGE = {"context_parallel_size": 2, "cp_comm_type": "a2a"}
+CP2_RING = {"context_parallel_size": 2, "cp_comm_type": "p2p"}
+CP4_LEVELS = {
+    "context_parallel_size": 4,
+    "cp_comm_type": "a2a+p2p",
+    "hierarchical_context_parallel_sizes": [2, 2],
+}
 EP2 = {"expert_model_parallel_size": 2}
 WHOLE_EXPERTS = {"expert_tensor_parallel_size": 1}
 FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
@@ -174,6 +180,11 @@ LAYOUTS = {
     ),
     "CP2, all-gather": Layout(2, CP2),
     "CP2, all-to-all": Layout(2, CP2_EXCHANGE),
+    "CP2, ring": Layout(2, CP2_RING),
+    "CP4, ring": Layout(4, CP2_RING | {"context_parallel_size": 4}),
+    "CP4, all-to-all within 2 and ring": Layout(4, CP4_LEVELS),
+    "TP2+SP x CP2, ring": Layout(4, TP2_SP | CP2_RING),
+    "CP2, kinds by layer": Layout(2, CP2 | {"cp_comm_type": ["p2p", "all_gather", "a2a", "p2p"]}),
     "DP2": Layout(2, {}, REPLICATED),
     "DP2, distributed optimizer": Layout(2),
     "DP2, overlapped reduce": Layout(2, {}, REPLICATED | {"overlap_grad_reduce": True}),
@@ -270,6 +281,11 @@ CELLS = {
         "CP2 x DP2, Megatron-FSDP",
         "TP2+SP x DP2, Megatron-FSDP",
         "DP2, Megatron-FSDP, full recomputation",
+        "CP2, ring",
+        "CP4, ring",
+        "CP4, all-to-all within 2 and ring",
+        "TP2+SP x CP2, ring",
+        "CP2, kinds by layer",
     ),
     "dense, tied embeddings": (
         "TP2",
@@ -323,11 +339,12 @@ CELLS = {
         "PP2+VP2 x EP2",
         "TP2+SP x DP2, EP2+ETP2",
         "DP4, EP2+ETP2",
+        "CP2, ring",
     ),
     "experts, means of microbatches": ("TP2+SP", "PP2", "CP2, all-gather", "EP2"),
     "norms of heads": ("TP2", "TP2+SP", "CP2, all-gather", "TP2+SP x DP2, Megatron-FSDP"),
     "norms across heads": ("TP2", "TP2+SP", "CP2, all-gather"),
-    "latent attention": ("TP2", "TP2+SP", "CP2, all-gather", "DP2, Megatron-FSDP"),
+    "latent attention": ("TP2", "TP2+SP", "CP2, all-gather", "CP2, ring", "DP2, Megatron-FSDP"),
     "latent attention, experts, 1 further token": (
         "DP2, FSDP2",
         "DP2, Megatron-FSDP",
@@ -343,6 +360,7 @@ CELLS = {
         "PP2 x CP2",
         "PP2 x EP2",
         "TP2+SP x DP2, EP2+ETP2",
+        "CP2, ring",
     ),
     "2 further tokens": (
         "DP2, FSDP2",
@@ -358,6 +376,7 @@ CELLS = {
         "TP2+SP x CP2",
         "CP4, all-gather",
         "PP2+VP2 x DP2, distributed optimizer, overlapped",
+        "CP2, ring",
     ),
     "2 further tokens, tied embeddings": ("TP2+SP", "PP2", "PP2+VP2", "CP2, all-gather"),
     "2 further tokens, means of microbatches": (
@@ -378,6 +397,7 @@ CELLS = {
         "PP2 x CP2",
         "PP2+VP2 x DP2, distributed optimizer, overlapped",
         "DP2, Megatron-FSDP",
+        "CP2, ring",
     ),
     "padding-free": (
         "TP2",
@@ -391,6 +411,8 @@ CELLS = {
         "PP4",
         "PP2 x CP2",
         "DP2, Megatron-FSDP",
+        "CP2, ring",
+        "CP4, all-to-all within 2 and ring",
     ),
     "packed, 2 further tokens": ("TP2+SP", "PP2+VP2", "CP2, all-gather"),
     "packed, experts": (

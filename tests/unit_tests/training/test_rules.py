@@ -381,9 +381,18 @@ CASES = {
         ["cp_comm_type=a2a", "2 query and 1 key heads", "all_gather"],
     ),
     "cp_comm_type_is_available": (
-        {CP: 2, "model.cp_comm_type": "p2p", "model.backend": "torch"},
+        {
+            CP: 2,
+            "model.cp_comm_type": ["p2p", "ring", "p2p", "a2a"],
+            "model.attention_dropout": 0.1,
+            "model.backend": "torch",
+        },
         2,
-        ["cp_comm_type=p2p", "all_gather or a2a"],
+        [
+            "cp_comm_type=ring: use one of all_gather, a2a, p2p, a2a+p2p",
+            "cp_comm_type=p2p with model.attention_dropout=0.1",
+            "cp_comm_type=all_gather",
+        ],
     ),
     "ep_divides_experts": (
         {EP: 4, "model.num_moe_experts": 6},
