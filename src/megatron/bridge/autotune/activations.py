@@ -484,7 +484,7 @@ def _scored_bytes(layer: Any, sizes: ActivationSizes) -> int:
 
 def _ring_bytes(layer: Any, sizes: ActivationSizes) -> int:
     """Return the bytes of keys, values and gradients that travel in the backward pass, less the MLP's freed tensors."""
-    attention = getattr(layer, "self_attention", None)
+    attention: Any = getattr(layer, "self_attention", None)
     if not (sizes.passes_keys and hasattr(attention, "num_query_groups_per_partition")):
         return 0
     width = sizes.tokens * attention.hidden_size_per_attention_head

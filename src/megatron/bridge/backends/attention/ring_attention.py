@@ -138,7 +138,8 @@ class Ring:
             k_grad, v_grad = _unpack(packet, *shapes)
             for tile, kernel in self._tiles(q, keys, chunks):
                 inputs = _tile_of(tile, q, keys, _padded(values, q))
-                of_rows = [part[:, :, tile.rows] for part in (grad, out, log_sum)]
+                rows = tile.rows
+                of_rows = (grad[:, :, rows], out[:, :, rows], log_sum[:, :, rows])
                 by_tile = kernel.backward(*of_rows, *inputs)
                 q_grad[:, :, tile.rows] += by_tile[0]
                 k_grad[:, :, tile.keys] += by_tile[1]

@@ -319,7 +319,8 @@ class TorchAttention(MegatronModule):
         self, qkv: QKV, window: AttentionWindow, parts: list[PackedSegment]
     ) -> Tensor:
         """Exchange tokens for heads within the first level of ranks, and pass keys and values around the second."""
-        inner, outer = parallel_state.get_hierarchical_context_parallel_groups()
+        levels: Any = parallel_state.get_hierarchical_context_parallel_groups()
+        inner, outer = levels
         query, key, value = (
             context_parallel.exchange_rows_for_heads(tensor, inner)
             for tensor in self._with_divisible_heads(qkv, inner.size())
