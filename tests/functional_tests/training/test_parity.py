@@ -29,8 +29,9 @@ IN_CI = {
         "TP2+SP x DP2, FSDP2",
         "DP2, Megatron-FSDP of state and gradients",
         "TP2+SP x DP2, Megatron-FSDP",
+        "PP2+VP2 x DP2, Megatron-FSDP",
     ),
-    "dense, tied embeddings": ("PP2+VP2", "TP2+SP x PP2"),
+    "dense, tied embeddings": ("PP2+VP2", "PP2+VP2 x DP2, FSDP2", "TP2+SP x PP2"),
     "dense, means of microbatches": ("CP2, all-gather", "DP2, average in collective"),
     "dense, 3 layers": ("PP2, embedding counts as a layer", "PP2, loss counts as a layer"),
     "experts": (
@@ -41,6 +42,7 @@ IN_CI = {
         "TP2+SP x DP2, EP2+ETP2",
         "PP2 x EP2",
         "EP2 x DP4, FSDP2",
+        "EP2 x DP4, Megatron-FSDP",
         "DP2, Megatron-FSDP",
     ),
     "norms of heads": ("TP2",),

@@ -643,9 +643,12 @@ CASES = {
             "ddp.data_parallel_sharding_strategy": "no_shard",
             "ddp.average_in_collective": True,
             "optimizer.log_num_zeros_in_grad": True,
+            "model.share_embeddings_and_output_weights": True,
+            PP: 2,
         },
         2,
         [
+            f"{PP}=2 must be 1 with tied embeddings",
             "ddp.use_megatron_fsdp=True: ddp.average_in_collective=True must be False",
             "strategy=no_shard must be optim or optim_grads or optim_grads_params",
             "log_num_zeros_in_grad must be false",
@@ -792,9 +795,9 @@ RELATED = [
         ["use_precision_aware_optimizer=True needs optimizer.main_params_dtype=torch.float32"],
     ),
     (
-        {"dist.use_torch_fsdp2": True, PP: 2, "model.cpu_offloading": True},
+        {"dist.use_torch_fsdp2": True, "model.fp16": True, "model.cpu_offloading": True},
         [
-            f"use_torch_fsdp2=True needs {PP}=1; model.cpu_offloading=False: use ddp.use_distributed_optimizer=true"
+            "use_torch_fsdp2=True needs model.fp16=False; model.cpu_offloading=False: use ddp.use_distributed_optimizer=true"
         ],
     ),
     (

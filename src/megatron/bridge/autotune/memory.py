@@ -125,7 +125,7 @@ def _stage_memory(
     if config.dist.use_torch_fsdp2:
         weights, gradients, optimizer = _fully_sharded(config, chunks, replicas)
     elif config.ddp.use_megatron_fsdp:
-        weights, gradients, optimizer = _megatron_fsdp(config, chunks, replicas.dense)
+        weights, gradients, optimizer = _megatron_fsdp(config, chunks, replicas)
     else:
         for index, chunk in enumerate(chunks):
             padding, reduced = _distributed_bytes(
@@ -165,31 +165,35 @@ def _fully_sharded(
     ]
     outside = sum(parameter.nbytes for parameter in parameters) - sum(layers)
     return (
-        _FP32 * trained + frozen + outside + 2 * max(layers),
+        _FP32 * trained + frozen + outside + 2 * max(layers, default=0),
         _FP32 * trained,
         trained * optimizer_bytes(config, torch.float32),
     )
 
 
 def _megatron_fsdp(
-    config: ConfigContainer, chunks: list[MegatronModule], replicas: int
+    config: ConfigContainer, chunks: list[MegatronModule], replicas: _Replicas
 ) -> tuple[int, int, int]:
     """Return the bytes of weights, gradients and optimizer state in equal parts of padded buffers, some gathered."""
-    ddp = megatron_fsdp.resolve_ddp_config(config.ddp, replicas)
-    buffers = [
-        buffer for chunk in chunks for buffer in megatron_fsdp.flat_buffers(chunk, ddp, replicas)
+    ddp = megatron_fsdp.resolve_ddp_config(config.ddp, replicas.dense)
+    by_chunk = [
+        list(megatron_fsdp.flat_buffers(chunk, ddp, replicas.dense, replicas.expert))
+        for chunk in chunks
     ]
+    buffers = [buffer for chunk_buffers in by_chunk for buffer in chunk_buffers]
     full_size = sum(buffer.size for buffer in buffers)
-    share = full_size // replicas
-    temporary = megatron_fsdp.temporary_elements(ddp, buffers)
+    share = sum(buffer.size // buffer.ranks for buffer in buffers)
+    peaks = [megatron_fsdp.temporary_elements(ddp, chunk_buffers) for chunk_buffers in by_chunk]
+    gathered = sum(peak.gathered for peak in peaks)
+    reduced = sum(peak.reduced for peak in peaks)
     cuts_weights = ddp.data_parallel_sharding_strategy == megatron_fsdp.SHARD_WEIGHTS
     cuts_gradients = (
         cuts_weights or ddp.data_parallel_sharding_strategy == megatron_fsdp.SHARD_GRADIENTS
     )
     element_size = next(chunks[0].parameters()).element_size()
     return (
-        (share + temporary.gathered if cuts_weights else full_size) * element_size,
-        _FP32 * (share + temporary.reduced if cuts_gradients else full_size),
+        (share + gathered if cuts_weights else full_size) * element_size,
+        _FP32 * (share + reduced if cuts_gradients else full_size),
         share * (_FP32 + optimizer_bytes(config, torch.float32)),
     )
 
