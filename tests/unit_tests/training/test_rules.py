@@ -795,9 +795,14 @@ RELATED = [
         ["use_precision_aware_optimizer=True needs optimizer.main_params_dtype=torch.float32"],
     ),
     (
-        {"dist.use_torch_fsdp2": True, "model.fp16": True, "model.cpu_offloading": True},
+        {
+            "dist.use_torch_fsdp2": True,
+            "rng.data_parallel_random_init": True,
+            "model.cpu_offloading": True,
+        },
         [
-            "use_torch_fsdp2=True needs model.fp16=False; model.cpu_offloading=False: use ddp.use_distributed_optimizer=true"
+            "use_torch_fsdp2=True needs model.cpu_offloading=False; rng.data_parallel_random_init=False: use ",
+            "ddp.use_distributed_optimizer=true",
         ],
     ),
     (

@@ -59,16 +59,18 @@ class MegatronFSDPWrapper(core.FullyShardedDataParallel):
             name: ParameterAttributes.of(parameter) for name, parameter in module.named_parameters()
         }
         units = tuple(cast(list[type[nn.Module]], fsdp_units(ddp_config)))
+        chunk_config = ddp_config
         if units and not any(isinstance(part, units) for part in module.modules()):
-            # Megatron-Core divides by the number of layers of a stage, which may be 0
-            ddp_config = replace(ddp_config, suggested_communication_unit_size=_LEAST_UNIT)
+            # Megatron-Core divides by the number of layers of a chunk, which may be 0
+            chunk_config = replace(ddp_config, suggested_communication_unit_size=_LEAST_UNIT)
         super().__init__(
             config,
-            ddp_config,
+            chunk_config,
             module,
             fsdp_unit_modules=fsdp_units(ddp_config),
             device=next(module.parameters()).device,
         )
+        self.ddp_config = ddp_config  # equal for all chunks, which the optimizer checks
         del self.start_param_sync  # an attribute of Megatron-Core that hides the method below
         computed = dict(self._compute_rows())
         for name, parameter in module.named_parameters():
@@ -205,8 +207,8 @@ class FlatBuffer:
     parameters: list[nn.Parameter]  # in the order of their offsets
     starts: list[int]  # the offset of each parameter
     size: int  # number of elements, padded to a multiple of the number of ranks
-    ranks: int  # that share it
     unit: int | None  # the index of the layer that the parameters belong to; None outside of layers
+    ranks: int = 1  # that share it
 
 
 def flat_buffers(
@@ -234,7 +236,7 @@ def flat_buffers(
         places = cast(Any, buffer_index[0])
         full_buffer = buffer_index[1]
         starts = [places[index].global_data_index for index in range(len(shapes))]
-        yield FlatBuffer(group.params, starts, full_buffer.size, ranks, group.fsdp_unit_id)
+        yield FlatBuffer(group.params, starts, full_buffer.size, group.fsdp_unit_id, ranks)
 
 
 @dataclass(frozen=True)

@@ -205,6 +205,12 @@ REQUIREMENTS = [
         needs=[Equals("optimizer.fp16", False)],
         remedy="Muon has no loss scaling, use mixed_precision=bf16_mixed",
     ),
+    # layer_wise_optimizer.py of Megatron-Core 0.19.2 prepares the gradients of torch's optimizers for bf16 only
+    Requirement(
+        On("optimizer.use_layer_wise_distributed_optimizer"),
+        needs=[Equals("optimizer.optimizer", "muon"), Equals("model.bf16", True)],
+        remedy="or switch it off",
+    ),
     # only the distributed optimizer gathers weights, in the order of the reduced buckets
     Requirement(
         On("ddp.overlap_param_gather"),
