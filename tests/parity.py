@@ -130,6 +130,12 @@ PP4 = {"pipeline_model_parallel_size": 4}
 PP2_VP2 = PP2 | {"virtual_pipeline_model_parallel_size": 2}
 CP2 = {"context_parallel_size": 2, "cp_comm_type": "all_gather"}
 CP2_EXCHANGE = {"context_parallel_size": 2, "cp_comm_type": "a2a"}
+CP2_RING = {"context_parallel_size": 2, "cp_comm_type": "p2p"}
+CP4_LEVELS = {
+    "context_parallel_size": 4,
+    "cp_comm_type": "a2a+p2p",
+    "hierarchical_context_parallel_sizes": [2, 2],
+}
 EP2 = {"expert_model_parallel_size": 2}
 WHOLE_EXPERTS = {"expert_tensor_parallel_size": 1}
 FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
@@ -174,6 +180,11 @@ LAYOUTS = {
     ),
     "CP2, all-gather": Layout(2, CP2),
     "CP2, all-to-all": Layout(2, CP2_EXCHANGE),
+    "CP2, ring": Layout(2, CP2_RING),
+    "CP4, ring": Layout(4, CP2_RING | {"context_parallel_size": 4}),
+    "CP4, all-to-all within 2 and ring": Layout(4, CP4_LEVELS),
+    "TP2+SP x CP2, ring": Layout(4, TP2_SP | CP2_RING),
+    "CP2, kinds by layer": Layout(2, CP2 | {"cp_comm_type": ["p2p", "all_gather", "a2a", "p2p"]}),
     "DP2": Layout(2, {}, REPLICATED),
     "DP2, distributed optimizer": Layout(2),
     "DP2, overlapped reduce": Layout(2, {}, REPLICATED | {"overlap_grad_reduce": True}),
@@ -211,6 +222,9 @@ LAYOUTS = {
     "TP2+SP x DP2, EP2, FSDP2": Layout(4, TP2_SP | EP2 | WHOLE_EXPERTS, dist=FSDP2),
     "TP2+SP x DP2, FSDP2": Layout(4, TP2_SP, dist=FSDP2),
     "DP2, FSDP2, full recomputation": Layout(2, FULL, dist=FSDP2),
+    "PP2 x DP2, FSDP2": Layout(4, PP2, dist=FSDP2),
+    "PP2+VP2 x DP2, FSDP2": Layout(4, PP2_VP2, dist=FSDP2),
+    "PP2 x EP2, FSDP2": Layout(4, PP2 | EP2, dist=FSDP2),
     "DP2, Megatron-FSDP": Layout(2, {}, MEGATRON_FSDP),
     "DP2, Megatron-FSDP, gathered layer by layer": Layout(
         2, {}, MEGATRON_FSDP | {"suggested_communication_unit_size": 1, "bucket_size": 2000}
@@ -222,6 +236,17 @@ LAYOUTS = {
     "CP2 x DP2, Megatron-FSDP": Layout(4, CP2, MEGATRON_FSDP),
     "TP2+SP x DP2, Megatron-FSDP": Layout(4, TP2_SP, MEGATRON_FSDP),
     "DP2, Megatron-FSDP, full recomputation": Layout(2, FULL, MEGATRON_FSDP),
+    "PP2 x DP2, Megatron-FSDP": Layout(4, PP2, MEGATRON_FSDP),
+    "PP2+VP2 x DP2, Megatron-FSDP": Layout(4, PP2_VP2, MEGATRON_FSDP),
+    "PP2+VP2 x DP2, stages E, tt, t and tL, Megatron-FSDP": Layout(
+        4, PP2_VP2 | {"pipeline_model_parallel_layout": "E|tt|t|tL"}, MEGATRON_FSDP
+    ),
+    "TP2+SP x PP2, Megatron-FSDP": Layout(4, TP2_SP | PP2, MEGATRON_FSDP),
+    "EP2, Megatron-FSDP": Layout(2, EP2, MEGATRON_FSDP),
+    "EP2 x DP4, Megatron-FSDP": Layout(4, EP2, MEGATRON_FSDP),
+    "TP2+SP x DP2, ETP1, Megatron-FSDP": Layout(4, TP2_SP | WHOLE_EXPERTS, MEGATRON_FSDP),
+    "PP2 x EP2, Megatron-FSDP": Layout(4, PP2 | EP2, MEGATRON_FSDP),
+    "EP2 x DP4, Megatron-FSDP of state": Layout(4, EP2, STATE_CUT),
     "DP4, hybrid sharding": Layout(4, {}, {"num_distributed_optimizer_instances": 2}),
     "DP4, EP2+ETP2": Layout(4, EP2 | {"expert_tensor_parallel_size": 2}),
 }
@@ -270,6 +295,17 @@ CELLS = {
         "CP2 x DP2, Megatron-FSDP",
         "TP2+SP x DP2, Megatron-FSDP",
         "DP2, Megatron-FSDP, full recomputation",
+        "CP2, ring",
+        "CP4, ring",
+        "CP4, all-to-all within 2 and ring",
+        "TP2+SP x CP2, ring",
+        "CP2, kinds by layer",
+        "PP2 x DP2, FSDP2",
+        "PP2+VP2 x DP2, FSDP2",
+        "PP2 x DP2, Megatron-FSDP",
+        "PP2+VP2 x DP2, Megatron-FSDP",
+        "PP2+VP2 x DP2, stages E, tt, t and tL, Megatron-FSDP",
+        "TP2+SP x PP2, Megatron-FSDP",
     ),
     "dense, tied embeddings": (
         "TP2",
@@ -285,6 +321,8 @@ CELLS = {
         "DP2, Megatron-FSDP",
         "DP2, Megatron-FSDP of state",
         "TP2+SP x DP2, Megatron-FSDP",
+        "PP2 x DP2, FSDP2",
+        "PP2+VP2 x DP2, FSDP2",
     ),
     "dense, means of microbatches": (
         "TP2+SP",
@@ -323,11 +361,18 @@ CELLS = {
         "PP2+VP2 x EP2",
         "TP2+SP x DP2, EP2+ETP2",
         "DP4, EP2+ETP2",
+        "CP2, ring",
+        "PP2 x EP2, FSDP2",
+        "EP2, Megatron-FSDP",
+        "EP2 x DP4, Megatron-FSDP",
+        "EP2 x DP4, Megatron-FSDP of state",
+        "TP2+SP x DP2, ETP1, Megatron-FSDP",
+        "PP2 x EP2, Megatron-FSDP",
     ),
     "experts, means of microbatches": ("TP2+SP", "PP2", "CP2, all-gather", "EP2"),
     "norms of heads": ("TP2", "TP2+SP", "CP2, all-gather", "TP2+SP x DP2, Megatron-FSDP"),
     "norms across heads": ("TP2", "TP2+SP", "CP2, all-gather"),
-    "latent attention": ("TP2", "TP2+SP", "CP2, all-gather", "DP2, Megatron-FSDP"),
+    "latent attention": ("TP2", "TP2+SP", "CP2, all-gather", "CP2, ring", "DP2, Megatron-FSDP"),
     "latent attention, experts, 1 further token": (
         "DP2, FSDP2",
         "DP2, Megatron-FSDP",
@@ -343,6 +388,7 @@ CELLS = {
         "PP2 x CP2",
         "PP2 x EP2",
         "TP2+SP x DP2, EP2+ETP2",
+        "CP2, ring",
     ),
     "2 further tokens": (
         "DP2, FSDP2",
@@ -358,6 +404,8 @@ CELLS = {
         "TP2+SP x CP2",
         "CP4, all-gather",
         "PP2+VP2 x DP2, distributed optimizer, overlapped",
+        "CP2, ring",
+        "PP2 x DP2, FSDP2",
     ),
     "2 further tokens, tied embeddings": ("TP2+SP", "PP2", "PP2+VP2", "CP2, all-gather"),
     "2 further tokens, means of microbatches": (
@@ -378,6 +426,8 @@ CELLS = {
         "PP2 x CP2",
         "PP2+VP2 x DP2, distributed optimizer, overlapped",
         "DP2, Megatron-FSDP",
+        "CP2, ring",
+        "PP2 x DP2, FSDP2",
     ),
     "padding-free": (
         "TP2",
@@ -391,6 +441,8 @@ CELLS = {
         "PP4",
         "PP2 x CP2",
         "DP2, Megatron-FSDP",
+        "CP2, ring",
+        "CP4, all-to-all within 2 and ring",
     ),
     "packed, 2 further tokens": ("TP2+SP", "PP2+VP2", "CP2, all-gather"),
     "packed, experts": (

@@ -87,6 +87,16 @@ DENSE = [
     ("llama", layout)
     for layout in ({TP: 2}, SP, {CP: 2}, {**SP, PP: 2}, {**SP, CP: 2}, {PP: 2, VP: 2, TP: 2})
 ]
+RINGS = [
+    (family, {**layout, "cp_comm_type": "p2p"})
+    for family, layout in (
+        ("llama", {CP: 2}),
+        ("llama", {CP: 4}),
+        ("gemma2", {CP: 2}),
+        ("gemma2", {CP: 4}),
+        ("gemma2", {**SP, CP: 2}),
+    )
+]
 RECOMPUTED = [("llama", {**layout, **FULL}) for layout in (SP, {CP: 2}, {**SP, PP: 2})]
 EXPERTS = [{EP: 2}, {**SP, EP: 2, ETP: 1}, {**SP, EP: 2, ETP: 2}, {EP: 2, PP: 2}]
 ROUTED = [("qwen3_moe", layout) for layout in EXPERTS] + [
@@ -97,7 +107,9 @@ HYBRID = [(family, layout) for family in ("nemotron_h", "qwen3_next") for layout
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "cases", [DENSE, RECOMPUTED, ROUTED, HYBRID], ids=["dense", "recomputed", "experts", "hybrid"]
+    "cases",
+    [DENSE, RINGS, RECOMPUTED, ROUTED, HYBRID],
+    ids=["dense", "rings", "recomputed", "experts", "hybrid"],
 )
 def test_activations_are_those_of_each_rank(four_workers, cases):
     found = zip(*four_workers.run(all_peaks, cases), strict=True)

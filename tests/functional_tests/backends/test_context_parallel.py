@@ -31,7 +31,7 @@ def zigzag(whole, rank, size, bounds=(0, TOKENS)):
     return torch.cat(rows)
 
 
-def build(size, kind, window, softcap, sink, chunked):
+def build(size, kind, window, softcap, sink, chunked, dropout=0.0):
     torch.manual_seed(3)
     config = TransformerConfig(
         num_layers=2,
@@ -39,8 +39,11 @@ def build(size, kind, window, softcap, sink, chunked):
         num_attention_heads=HEADS,
         num_query_groups=GROUPS,
         use_cpu_initialization=True,
-        attention_dropout=0.0,
+        attention_dropout=dropout,
         context_parallel_size=size,
+        hierarchical_context_parallel_sizes=[2, size // 2]
+        if kind == "a2a+p2p" and size > 2
+        else None,
         window_size=window,
         softmax_type=sink,
     )
@@ -52,7 +55,10 @@ def build(size, kind, window, softcap, sink, chunked):
 def compare(kind, window, softcap, sink, packed, hidden, chunked=False):
     """Largest differences of this rank's output, input gradients and (summed) sink gradient."""
     size, rank = dist.get_world_size(), dist.get_rank()
-    parallel_state.initialize_model_parallel(context_parallel_size=size)
+    levels = [2, size // 2] if kind == "a2a+p2p" else None
+    parallel_state.initialize_model_parallel(
+        context_parallel_size=size, hierarchical_context_parallel_sizes=levels
+    )
     model_parallel_cuda_manual_seed(1)
     module = build(size, kind, window, softcap, sink, chunked)
     generator = torch.Generator().manual_seed(7)
@@ -118,14 +124,14 @@ FORMS = [
 
 
 @pytest.mark.sampled
-@pytest.mark.parametrize("kind", ["all_gather", "a2a"])
+@pytest.mark.parametrize("kind", ["all_gather", "a2a", "p2p"])
 @pytest.mark.parametrize(("window", "softcap", "sink", "packed", "hidden"), FORMS)
 def test_two_ranks(two_workers, kind, window, softcap, sink, packed, hidden):
     for differences in two_workers.run(compare, kind, window, softcap, sink, packed, hidden):
         assert max(differences) < 1e-5
 
 
-@pytest.mark.parametrize("kind", ["all_gather", "a2a"])
+@pytest.mark.parametrize("kind", ["all_gather", "a2a", "p2p"])
 def test_chunks(two_workers, kind):
     for differences in two_workers.run(compare, kind, (5, 0), None, "vanilla", False, False, True):
         assert max(differences) < 1e-5
@@ -136,7 +142,7 @@ def test_mask_with_local_rows_and_all_columns(two_workers):
         assert max(differences) < 1e-5
 
 
-@pytest.mark.parametrize("kind", ["all_gather", "a2a"])
+@pytest.mark.parametrize("kind", ["all_gather", "a2a", "p2p", "a2a+p2p"])
 def test_four_ranks_with_fewer_key_heads_than_ranks(four_workers, kind):
     for packed in (False, True):
         for differences in four_workers.run(compare, kind, None, None, "learnable", packed, False):
@@ -146,7 +152,7 @@ def test_four_ranks_with_fewer_key_heads_than_ranks(four_workers, kind):
 def refusals():
     parallel_state.initialize_model_parallel(context_parallel_size=2)
     messages = []
-    for act in (ring, masked):
+    for act in (dropping_ring, one_level, masked):
         try:
             act()
         except ValueError as error:
@@ -154,8 +160,12 @@ def refusals():
     return messages
 
 
-def ring():
-    build(2, "p2p", None, None, "vanilla", False)
+def dropping_ring():
+    build(2, "p2p", None, None, "vanilla", False, dropout=0.1)
+
+
+def one_level():
+    build(2, "a2a+p2p", None, None, "vanilla", False)
 
 
 def masked():
@@ -165,6 +175,7 @@ def masked():
 
 def test_what_is_not_there_is_refused(two_workers):
     for messages in two_workers.run(refusals):
-        assert len(messages) == 2
-        assert "'p2p' needs backend='transformer_engine'" in messages[0]
-        assert "'a2a' cannot split an attention mask" in messages[1]
+        assert len(messages) == 3
+        assert "attention_dropout=0.1 with cp_comm_type='p2p'" in messages[0]
+        assert "needs hierarchical_context_parallel_sizes" in messages[1]
+        assert "'a2a' cannot split an attention mask" in messages[2]

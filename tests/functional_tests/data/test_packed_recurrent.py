@@ -27,6 +27,16 @@ MAMBA = {
     "mamba_conv_kernel": 3,
     "mamba_chunk_size": 8,
 }
+SHORT_CONVOLUTIONS = {"short_conv_layers": [1, 0, 1, 0], "linear_conv_kernel_dim": 3}
+MAMBA1 = {
+    "mamba_layers": [1, 0, 1, 0],
+    "mamba_num_heads": 4,
+    "mamba_head_dim": 6,
+    "mamba_num_groups": 1,
+    "mamba_state_dim": 5,
+    "mamba_conv_kernel": 3,
+    "mamba_dt_rank": 3,
+}
 TP2 = {"tensor_model_parallel_size": 2}
 LAYOUTS = {
     "tp2": TP2,
@@ -35,7 +45,11 @@ LAYOUTS = {
 }
 
 
-@pytest.fixture(scope="module", params=[DELTA_NETS, MAMBA], ids=["delta nets", "mamba"])
+@pytest.fixture(
+    scope="module",
+    params=[DELTA_NETS, MAMBA, SHORT_CONVOLUTIONS, MAMBA1],
+    ids=["delta nets", "mamba", "short convolutions", "mamba-1"],
+)
 def layers(request):
     return request.param
 

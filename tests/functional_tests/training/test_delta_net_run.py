@@ -33,7 +33,7 @@ MODELS = (
     "gemma4",
     "gemma4_experts",
 )
-REFUSED = {("granitemoehybrid", "cp2"), ("gemma4", "pp2")}
+REFUSED = {("gemma4", "pp2")}
 IN_CI = {("qwen3_next", "tp2"), ("nemotron_h_experts", "cp2"), ("deci", "pp2")}
 LIKE_OTHERS = ("granitemoehybrid", "gemma4")
 """On one process; each kind of layer is in another model, too."""
@@ -108,6 +108,30 @@ def test_short_convolutions_go_on_under_another_layout(two_workers, tmp_path):
     train(tmp_path / "hf", {}, STEPS // 2, tmp_path / "run")
     for record in two_workers.run(train, tmp_path / "hf", LAYOUTS["tp2"], STEPS, tmp_path / "run"):
         assert record.losses == pytest.approx(whole.losses[STEPS // 2 :], rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("row", "kind"),
+    [
+        ("kimi_linear", "p2p"),
+        pytest.param("lfm2", "all_gather", marks=pytest.mark.slow),
+        pytest.param("jamba_dense", "all_gather", marks=pytest.mark.slow),
+        pytest.param("falcon_h1", "p2p", marks=pytest.mark.slow),
+        ("falcon_h1_groups", "a2a"),
+    ],
+)
+def test_mixers_exchange_tokens_for_features(two_workers, tmp_path, row, kind):
+    """Kimi delta attention, short convolutions, Mamba-1, and Mamba-2 with one group of heads and with several."""
+    harness.save(harness.hf_model(ROWS[row]), tmp_path / "hf")
+    single = train(tmp_path / "hf", {})
+    layout = {"context_parallel_size": 2, "cp_comm_type": kind}
+    records = two_workers.run(train, tmp_path / "hf", layout)
+    for record in records:
+        assert record.losses == pytest.approx(single.losses, rel=1e-6)
+        assert record.grad_norms == pytest.approx(single.grad_norms, rel=5e-5)
+    weights, expected = whole_weights(records), whole_weights([single])
+    for name, weight in expected.items():
+        torch.testing.assert_close(weights[name], weight, rtol=0, atol=5e-5, msg=name)
 
 
 SPARSE = {"dsa_indexer_loss_coeff": 0.3, "mtp_num_layers": None}

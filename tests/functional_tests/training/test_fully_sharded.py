@@ -28,7 +28,8 @@ from megatron.bridge.training.config import (
 from megatron.bridge.training.optim.optimizer import torch_optimizers
 from megatron.bridge.utils.console import console
 from tests.functional_tests.checkpoint.runs import DROPOUT, STEPS, run_to, tensors_of
-from tests.parity import EP2, EXPERTS, LATENT
+from tests.functional_tests.data.test_packed_recurrent import DELTA_NETS, MAMBA
+from tests.parity import EP2, EXPERTS, LATENT, PP2, PP2_VP2
 from tests.toy_models import make_llama
 from tests.toy_run import run_toy, toy_config, whole_weights
 
@@ -129,6 +130,21 @@ def test_each_rank_holds_an_equal_part_of_megatrons_buffers(two_workers, run_in_
     )
 
 
+@pytest.mark.parametrize(
+    "model",
+    [{**EXPERTS, **EP2}, {**EXPERTS, **EP2, **PP2}, pytest.param(MAMBA, marks=pytest.mark.slow)],
+    ids=["experts", "stages", "mamba"],
+)
+def test_what_stages_and_ranks_of_experts_hold_is_counted(four_workers, model):
+    found = four_workers.run(hold_buffers, {**MEGATRON, **BF16, **MICRO, "model": model})
+    ddp = DistributedDataParallelConfig(**MEGATRON["ddp"])
+    config = toy_config(mixed_precision="bf16_mixed", ddp=ddp, model=model).resolve(4).config
+    memories = memory_per_rank(config, 4)
+    for rank, (_, (weights, masters, gradients)) in enumerate(found):
+        memory = memories[rank * len(memories) // 4]
+        assert weights == masters == gradients == memory.optimizer // 12
+
+
 RESUMED = {
     "bf16": (4, {**FSDP2, **BF16, "model": {**UNEVEN, "num_layers": 2}}),
     "fp32": (2, FSDP2),
@@ -139,6 +155,17 @@ RESUMED = {
     "experts": (4, {**FSDP2, **BF16, "model": {**EXPERTS, **EP2}}),
     "further tokens": (2, {**FSDP2, "model": {"mtp_num_layers": 1}}),
     "frozen": (2, {**FSDP2, **BF16, "train": {"frozen": ["*.layers.0.*"]}}),
+    "virtual stages": (4, {**FSDP2, **BF16, "model": PP2_VP2}),
+    "tied, stages": (
+        4,
+        {**FSDP2, "model": {**PP2, "share_embeddings_and_output_weights": True}},
+    ),
+    "delta nets": (2, {**FSDP2, **BF16, "model": DELTA_NETS}),
+    "mamba": (2, {**FSDP2, **BF16, "model": MAMBA}),
+    "Megatron's, virtual stages": (4, {**MEGATRON, **BF16, "model": PP2_VP2}),
+    "Megatron's, expert ranks": (4, {**MEGATRON, **BF16, "model": {**EXPERTS, **EP2}}),
+    "Megatron's, delta nets": (2, {**MEGATRON, **BF16, "model": DELTA_NETS}),
+    "Megatron's, mamba": (2, {**MEGATRON, **BF16, "model": MAMBA}),
     "Megatron's, experts": (2, {**MEGATRON, **BF16, "model": EXPERTS}),
     "Megatron's, further tokens": (2, {**MEGATRON, "model": {"mtp_num_layers": 1}}),
     "Megatron's, frozen": (2, {**MEGATRON, **BF16, "train": {"frozen": ["*.layers.0.*"]}}),
@@ -151,7 +178,7 @@ RESUMED = {
     "Megatron's, latent attention": (2, {**MEGATRON, "model": LATENT}),
     "Megatron's, tied": (2, {**MEGATRON, "model": {"share_embeddings_and_output_weights": True}}),
 }
-RESUMED_IN_CI = ("bf16", "Megatron's, bf16")
+RESUMED_IN_CI = ("bf16", "mamba", "Megatron's, bf16", "Megatron's, expert ranks")
 
 
 @pytest.mark.parametrize(
@@ -185,6 +212,16 @@ def test_a_resumed_run_is_the_undisturbed_one(request, tmp_path, name):
         pytest.param(FSDP2, UNEVEN, "fp32", marks=pytest.mark.slow),
         ({**FSDP2, "model": {**EXPERTS, **EP2}}, EXPERTS, "fp32"),
         (MEGATRON, EXPERTS, "fp32"),
+        ({**MEGATRON, "model": {**EXPERTS, **EP2}}, EXPERTS, "fp32"),
+        pytest.param(
+            {**MEGATRON, "model": {**EXPERTS, **EP2, **PP2}},
+            EXPERTS,
+            "fp32",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param({**FSDP2, "model": PP2_VP2}, {}, "fp32", marks=pytest.mark.slow),
+        pytest.param({**MEGATRON, "model": MAMBA}, MAMBA, "fp32", marks=pytest.mark.slow),
+        pytest.param({**FSDP2, "model": DELTA_NETS}, DELTA_NETS, "fp32", marks=pytest.mark.slow),
         (MEGATRON, GAPS, "bf16_mixed"),
         pytest.param(MEGATRON, GAPS, "fp32", marks=pytest.mark.slow),
         pytest.param(STATE, GAPS, "bf16_mixed", marks=pytest.mark.slow),

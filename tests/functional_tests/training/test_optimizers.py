@@ -9,6 +9,7 @@ import torch
 from megatron.core import parallel_state
 from megatron.core.optimizer import HAVE_EMERGING_OPTIMIZERS
 
+from megatron.bridge.autotune.memory import memory_per_rank
 from megatron.bridge.checkpoint import paths
 from megatron.bridge.training.callbacks import Callback
 from megatron.bridge.training.config import (
@@ -18,9 +19,11 @@ from megatron.bridge.training.config import (
     SchedulerConfig,
 )
 from megatron.bridge.training.gpt_step import forward_step
+from megatron.bridge.training.optim.optimizer_state import parameter_shards
 from megatron.bridge.training.pretrain import pretrain
 from megatron.bridge.utils.errors import UserError
 from tests.functional_tests.checkpoint.runs import run_to
+from tests.parity import EP2, EXPERTS
 from tests.toy_run import Record, initialize_by_name, run_toy, toy_config
 from tests.workers import leave
 
@@ -275,6 +278,63 @@ def test_muon_resumes_and_goes_on_under_another_layout(two_workers, tmp_path):
     assert [elsewhere[step] for step in (4, 5, 6)] == pytest.approx(
         [undisturbed[0]["losses"][step] for step in (4, 5, 6)], rel=2e-3
     )
+
+
+BY_LAYER = {**MUON, "use_layer_wise_distributed_optimizer": True}
+
+
+class HeldState(Callback):
+    """Bytes of the optimizer's state and master weights on this rank."""
+
+    def on_train_step_end(self, context):
+        self.bytes = sum(
+            tensor.nbytes
+            for shard in parameter_shards(context.optimizer)
+            for tensor in shard.tensors.values()
+        )
+
+
+def hold_state(options, model):
+    held = HeldState()
+    # without clipping: the norm is a sum in another order
+    optimizer = OptimizerConfig(**options, clip_grad=0.0)
+    arguments = {"optimizer": optimizer, "mixed_precision": "bf16_mixed", "model": model}
+    micro = {"train": {"micro_batch_size": 1}}
+    losses = run_to(None, 3, {**arguments, **micro, "extra": [held]})["losses"]
+    return held.bytes, losses
+
+
+@muon
+@pytest.mark.parametrize(
+    "model",
+    [{}, pytest.param({**EXPERTS, **EP2}, marks=pytest.mark.slow)],
+    ids=["dense", "experts"],
+)
+def test_muon_whose_matrices_are_distributed_learns_the_same(two_workers, model):
+    """Each rank has the state of its matrices alone, as much as is counted."""
+    whole = two_workers.run(hold_state, MUON, model)
+    shared = two_workers.run(hold_state, BY_LAYER, model)
+    assert [losses for _, losses in shared] == [losses for _, losses in whole]
+    assert max(size for size, _ in shared) < 0.7 * whole[0][0] or model
+    for options, found in ((MUON, whole), (BY_LAYER, shared)):
+        optimizer = OptimizerConfig(**options)
+        config = toy_config(mixed_precision="bf16_mixed", optimizer=optimizer, model=model)
+        memory = memory_per_rank(config.resolve(2).config, 2)[0]
+        assert memory.optimizer == max(size for size, _ in found)
+
+
+@muon
+def test_muon_whose_matrices_are_distributed_resumes_also_elsewhere(two_workers, tmp_path):
+    options = {"mixed_precision": "bf16_mixed", "train": {"micro_batch_size": 1}}
+    arguments = {**options, "optimizer": OptimizerConfig(**BY_LAYER)}
+    undisturbed = two_workers.run(run_to, tmp_path, 6, {**arguments, "checkpoint": SAVING})
+    paths.write_tracker(tmp_path, 3)
+    assert two_workers.run(run_to, tmp_path, 6, arguments) == undisturbed
+    paths.write_tracker(tmp_path, 3)
+    whole = {**options, "optimizer": OptimizerConfig(**MUON)}
+    elsewhere = two_workers.run(run_to, tmp_path, 6, whole)
+    for result, expected in zip(elsewhere, undisturbed, strict=True):
+        assert result["losses"] == pytest.approx(expected["losses"], rel=2e-4)
 
 
 @dataclass

@@ -15,6 +15,7 @@ from megatron.bridge.backends.attention.block_mask import (
     whole_sequence,
     zigzag_spans,
 )
+from megatron.bridge.backends.attention.ring_attention import BatchedFlashKernel, FormulaKernel
 from megatron.bridge.backends.decoding.step import DecodingStep, SingleTokens, TokenSpan
 from tests.unit_tests.backends import naive
 from tests.unit_tests.backends.test_torch_attention import build, inputs
@@ -281,3 +282,27 @@ def test_extents_of_a_cache(counts, window, sinks):
     offsets = None if offsets is None else offsets.to(device)
     found = flash_attention.attend_extents(query, *cache, step.extents, window, 0.125, offsets)
     torch.testing.assert_close(found.float().cpu(), expected, atol=2e-2, rtol=2e-2)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_blocks_of_a_ring(device, causal):
+    """The flash kernel of a block gives what the formula gives, from the log-sum-exp of more keys than the block's."""
+    generator = torch.Generator().manual_seed(4)
+    dtype = torch.bfloat16 if device == "cuda" else torch.float64
+    shapes = [(2, heads, 24 if causal else keys, 16) for heads, keys in ((4, 24), (2, 40), (2, 40))]
+    query, key, value, grad = (
+        torch.randn(shape, generator=generator, dtype=torch.float64).to(device, dtype)
+        for shape in (*shapes, shapes[0])
+    )
+    kernels = [BatchedFlashKernel(causal, 0.3), FormulaKernel(None, causal, 0.3, None)]
+    (out, log_sum), (expected, expected_sum) = (
+        kernel.forward(query, key, value) for kernel in kernels
+    )
+    tolerance = 3e-2 if device == "cuda" else 1e-12
+    torch.testing.assert_close(out, expected, atol=tolerance, rtol=0)
+    torch.testing.assert_close(log_sum, expected_sum, atol=tolerance, rtol=0, check_dtype=False)
+    grads = [
+        kernel.backward(grad, expected, expected_sum + 0.7, query, key, value) for kernel in kernels
+    ]
+    for one, other in zip(*grads, strict=True):
+        torch.testing.assert_close(one, other, atol=tolerance, rtol=0, check_dtype=False)

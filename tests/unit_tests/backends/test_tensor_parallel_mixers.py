@@ -102,14 +102,14 @@ def test_sequences_of_a_packed_row_do_not_see_each_other(name, tmp_path):
     [
         (
             "jamba",
-            {"context_parallel_size": 2},
-            "context_parallel_size=2 is not supported with mamba_layers",
+            {"context_parallel_size": 5},
+            "context_parallel_size=5 x tensor_model_parallel_size=1 does not divide mamba_num_heads=96",
         ),
         ("jamba", {"tensor_model_parallel_size": 5}, "_size=5 does not divide mamba_num_heads=96"),
         (
             "falcon_h1",
-            {"context_parallel_size": 2},
-            "context_parallel_size=2 is not supported with mamba_beside_att",
+            {"context_parallel_size": 3},
+            "context_parallel_size=3 x tensor_model_parallel_size=1 does not divide mamba_num_heads=8",
         ),
         (
             "falcon_h1",
@@ -123,8 +123,8 @@ def test_sequences_of_a_packed_row_do_not_see_each_other(name, tmp_path):
         ),
         (
             "kimi_linear",
-            {"context_parallel_size": 2},
-            "context_parallel_size=2 is not supported with kda_layers",
+            {"context_parallel_size": 3},
+            "context_parallel_size=3 x tensor_model_parallel_size=1 does not divide linear_num_key_heads=4",
         ),
         (
             "kimi_linear",

@@ -80,7 +80,7 @@ def assert_same(module, tensors, actual, expected):
 def test_causal_forms(groups, window, softcap, sink, monkeypatch):
     """Groups, windows, soft-capping and sinks, in tiles far smaller than the sequence."""
     monkeypatch.setattr(block_mask, "MASKED_ROWS", 16)
-    monkeypatch.setattr(torch_attention, "_SCORES", 16 * HEADS * BATCH * 40)
+    monkeypatch.setattr(torch_attention, "CPU_SCORES", 16 * HEADS * BATCH * 40)
     module = build(
         groups=groups, window_size=window, softcap=softcap, softmax_type=sink, softmax_scale=0.7
     )
@@ -265,7 +265,7 @@ class Largest(TorchDispatchMode):
 @pytest.mark.parametrize(("softcap", "dropout"), [(None, 0.0), (3.0, 0.0), (None, 0.1)])
 def test_long_sequences_need_no_square(softcap, dropout, monkeypatch):
     """Nothing of sequence x sequence exists, with a window or without, forward and backward."""
-    monkeypatch.setattr(torch_attention, "_SCORES", 2**18)
+    monkeypatch.setattr(torch_attention, "CPU_SCORES", 2**18)
     tokens = 2048
     for window in (None, (127, 0)):
         module = build(

@@ -153,8 +153,8 @@ def test_published_count_with_further_predictions():
     ("changes", "message"),
     [
         (
-            {"context_parallel_size": 2},
-            "context_parallel_size=2 is not supported with short_conv_layers",
+            {"context_parallel_size": 3},
+            "context_parallel_size=3 x tensor_model_parallel_size=1 does not divide hidden_size=32",
         ),
         (
             {"tensor_model_parallel_size": 3},
@@ -177,8 +177,8 @@ def test_what_short_convolutions_cannot_do(changes, message):
     ("changes", "message"),
     [
         (
-            {"context_parallel_size": 2},
-            "context_parallel_size=2 is not supported with mamba_layers",
+            {"context_parallel_size": 3},
+            "context_parallel_size=3 x tensor_model_parallel_size=1 does not divide mamba_num_heads=4",
         ),
         (
             {"tensor_model_parallel_size": 3},

@@ -392,9 +392,18 @@ CASES = {
         ["cp_comm_type=a2a", "2 query and 1 key heads", "all_gather"],
     ),
     "cp_comm_type_is_available": (
-        {CP: 2, "model.cp_comm_type": "p2p", "model.backend": "torch"},
+        {
+            CP: 2,
+            "model.cp_comm_type": ["p2p", "ring", "p2p", "a2a"],
+            "model.attention_dropout": 0.1,
+            "model.backend": "torch",
+        },
         2,
-        ["cp_comm_type=p2p", "all_gather or a2a"],
+        [
+            "cp_comm_type=ring: use one of all_gather, a2a, p2p, a2a+p2p",
+            "cp_comm_type=p2p with model.attention_dropout=0.1",
+            "cp_comm_type=all_gather",
+        ],
     ),
     "ep_divides_experts": (
         {EP: 4, "model.num_moe_experts": 6},
@@ -650,9 +659,12 @@ CASES = {
             "ddp.data_parallel_sharding_strategy": "no_shard",
             "ddp.average_in_collective": True,
             "optimizer.log_num_zeros_in_grad": True,
+            "model.share_embeddings_and_output_weights": True,
+            PP: 2,
         },
         2,
         [
+            f"{PP}=2 must be 1 with tied embeddings",
             "ddp.use_megatron_fsdp=True: ddp.average_in_collective=True must be False",
             "strategy=no_shard must be optim or optim_grads or optim_grads_params",
             "log_num_zeros_in_grad must be false",
@@ -795,9 +807,14 @@ RELATED = [
         ["use_precision_aware_optimizer=True needs optimizer.main_params_dtype=torch.float32"],
     ),
     (
-        {"dist.use_torch_fsdp2": True, PP: 2, "model.cpu_offloading": True},
+        {
+            "dist.use_torch_fsdp2": True,
+            "rng.data_parallel_random_init": True,
+            "model.cpu_offloading": True,
+        },
         [
-            f"use_torch_fsdp2=True needs {PP}=1; model.cpu_offloading=False: use ddp.use_distributed_optimizer=true"
+            "use_torch_fsdp2=True needs model.cpu_offloading=False; rng.data_parallel_random_init=False: use ",
+            "ddp.use_distributed_optimizer=true",
         ],
     ),
     (

@@ -6,7 +6,8 @@ from typing import Any
 
 from megatron.bridge.autotune.efficiency import MXFP8_BYTES
 from megatron.bridge.autotune.layers import INTO_RESIDUAL
-from megatron.bridge.backends.attention.torch_attention import CUDA_SCORES
+from megatron.bridge.backends.attention.block_mask import CUDA_SCORES
+from megatron.bridge.backends.attention.torch_attention import RING_KINDS
 from megatron.bridge.backends.cpu.device import has_cuda
 from megatron.bridge.backends.specs.layer_specs import resolve_backend
 from megatron.bridge.models.model_provider import ModelProvider
@@ -51,6 +52,7 @@ class ActivationSizes:
     scores_per_tile: int  # attention scores that soft-capped attention computes at a time
     copied_outputs: tuple[str, ...]  # linear layers whose output attention copies into a new tensor
     kv_ranks: int  # context-parallel ranks whose keys and values are saved
+    passes_keys: bool  # keys and values travel around the context-parallel ranks
     recomputed_modules: tuple[str, ...]  # that selective recomputation recomputes
 
     @property
@@ -95,6 +97,7 @@ def sizes_of(config: ConfigContainer) -> ActivationSizes:
         scores_per_tile=_scores_of_tile(config, tokens),
         copied_outputs=_layers_copied_for_rotation(model),
         kv_ranks=model.context_parallel_size if gathers_keys else 1,
+        passes_keys=_has_ring(model),
         recomputed_modules=_selectively_recomputed(model),
     )
 
@@ -117,6 +120,12 @@ def _is_quantized(model: Any) -> bool:
     return bool(model.fp8 or model.fp4) and not model.first_last_layers_bf16
 
 
+def _has_ring(model: Any) -> bool:
+    kinds = model.cp_comm_type
+    is_ring = any(kind in RING_KINDS for kind in (kinds if isinstance(kinds, list) else [kinds]))
+    return model.context_parallel_size > 1 and is_ring and not _uses_engine(model)
+
+
 def _scores_of_tile(config: ConfigContainer, tokens: int) -> int:
     """Return how many scores the torch backend computes at a time with soft-capping, or 0 if a kernel computes them."""
     model: Any = config.model
@@ -124,6 +133,9 @@ def _scores_of_tile(config: ConfigContainer, tokens: int) -> int:
         return 0
     heads = model.num_attention_heads // model.tensor_model_parallel_size
     batch = config.train.micro_batch_size
+    if _has_ring(model):
+        chunk = tokens // batch // 2
+        return batch * heads * chunk * min(chunk, max(16, CUDA_SCORES // (batch * heads * chunk)))
     row = batch * heads * config.dataset.seq_length
     return row * min(tokens // batch, max(16, CUDA_SCORES // row))
 

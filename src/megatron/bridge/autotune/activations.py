@@ -229,7 +229,13 @@ def counts_of_layer(layer: nn.Module, sizes: ActivationSizes) -> LayerCounts:
         _kept_bytes(layer, sizes, sizes.recomputed_modules),
         max(
             count(layer, sizes)
-            for count in (_working_bytes, _scored_bytes, _scanned_bytes, _summed_bytes)
+            for count in (
+                _working_bytes,
+                _scored_bytes,
+                _scanned_bytes,
+                _summed_bytes,
+                _ring_bytes,
+            )
         ),
     )
 
@@ -491,6 +497,22 @@ def _scored_bytes(layer: Any, sizes: ActivationSizes) -> int:
         return 0
     freed = kept_inside("mlp", layer.mlp, sizes)
     return 2 * sizes.stream_bytes + 4 * _FP32 * sizes.scores_per_tile - freed
+
+
+def _ring_bytes(layer: Any, sizes: ActivationSizes) -> int:
+    """Return the bytes of keys, values and gradients that travel in the backward pass, less the MLP's freed tensors."""
+    attention: Any = getattr(layer, "self_attention", None)
+    if not (sizes.passes_keys and hasattr(attention, "num_query_groups_per_partition")):
+        return 0
+    width = sizes.tokens * attention.hidden_size_per_attention_head
+    queries = width * attention.num_attention_heads_per_partition
+    keys_and_values = 2 * width * attention.num_query_groups_per_partition
+    # three copies each: computed, sent and received
+    passed = 3 * keys_and_values * (_FP32 + sizes.bytes_per_element)
+    freed = kept_inside("mlp", layer.mlp, sizes)
+    scores = 4 * _FP32 * sizes.scores_per_tile
+    stream = (sizes.tokens + sizes.sp_tokens) * sizes.hidden_size * sizes.bytes_per_element
+    return stream + _FP32 * queries + passed + scores - freed
 
 
 def _scanned_bytes(layer: Any, sizes: ActivationSizes) -> int:

@@ -6,7 +6,7 @@ Megatron-Core's data parallelism, including padding. See ``activations`` for the
 the memory that is not in tensors.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
@@ -127,7 +127,7 @@ def _stage_memory(
     if config.dist.use_torch_fsdp2:
         weights, gradients, optimizer = _fully_sharded(config, chunks, replicas)
     elif config.ddp.use_megatron_fsdp:
-        weights, gradients, optimizer = _megatron_fsdp(config, chunks, replicas.dense)
+        weights, gradients, optimizer = _megatron_fsdp(config, chunks, replicas)
     else:
         for index, chunk in enumerate(chunks):
             padding, reduced = _distributed_bytes(
@@ -168,31 +168,35 @@ def _fully_sharded(
     ]
     outside = sum(parameter.nbytes for parameter in parameters) - sum(layers)
     return (
-        _FP32 * trained + frozen + outside + 2 * max(layers),
+        _FP32 * trained + frozen + outside + 2 * max(layers, default=0),
         _FP32 * trained,
         trained * optimizer_bytes(config, torch.float32),
     )
 
 
 def _megatron_fsdp(
-    config: ConfigContainer, chunks: list[MegatronModule], replicas: int
+    config: ConfigContainer, chunks: list[MegatronModule], replicas: _Replicas
 ) -> tuple[int, int, int]:
     """Return the bytes of weights, gradients and optimizer state in equal parts of padded buffers, some gathered."""
-    ddp = megatron_fsdp.resolve_ddp_config(config.ddp, replicas)
-    buffers = [
-        buffer for chunk in chunks for buffer in megatron_fsdp.flat_buffers(chunk, ddp, replicas)
+    ddp = megatron_fsdp.resolve_ddp_config(config.ddp, replicas.dense)
+    by_chunk = [
+        list(megatron_fsdp.flat_buffers(chunk, ddp, replicas.dense, replicas.expert))
+        for chunk in chunks
     ]
+    buffers = [buffer for chunk_buffers in by_chunk for buffer in chunk_buffers]
     full_size = sum(buffer.size for buffer in buffers)
-    share = full_size // replicas
-    temporary = megatron_fsdp.temporary_elements(ddp, buffers)
+    share = sum(buffer.size // buffer.ranks for buffer in buffers)
+    peaks = [megatron_fsdp.temporary_elements(ddp, chunk_buffers) for chunk_buffers in by_chunk]
+    gathered = sum(peak.gathered for peak in peaks)
+    reduced = sum(peak.reduced for peak in peaks)
     cuts_weights = ddp.data_parallel_sharding_strategy == megatron_fsdp.SHARD_WEIGHTS
     cuts_gradients = (
         cuts_weights or ddp.data_parallel_sharding_strategy == megatron_fsdp.SHARD_GRADIENTS
     )
     element_size = next(chunks[0].parameters()).element_size()
     return (
-        (share + temporary.gathered if cuts_weights else full_size) * element_size,
-        _FP32 * (share + temporary.reduced if cuts_gradients else full_size),
+        (share + gathered if cuts_weights else full_size) * element_size,
+        _FP32 * (share + reduced if cuts_gradients else full_size),
         share * (_FP32 + optimizer_bytes(config, torch.float32)),
     )
 
@@ -281,8 +285,21 @@ def _distributed_bytes(
             )
             for key, part in layout.layouts.items()
         }
+    by_layer = config.optimizer.use_layer_wise_distributed_optimizer
+    if by_layer:
+        owned = _owned_parameters_by_layer(groups, replicas, len(stepped), lambda _: True)
     for key in groups:
         stepped += owned[key] * optimizer_bytes(config, key.param_dtype)
+    if config.optimizer.optimizer == "muon":  # Adam updates what is no matrix, with one more moment
+        ranks = len(stepped)
+        if by_layer:
+            of_adam = _owned_parameters_by_layer(groups, replicas, ranks, _is_updated_by_adam)
+        else:
+            of_adam = {
+                key: np.full(ranks, sum(p.numel() for p in members if _is_updated_by_adam(p)))
+                for key, (members, _) in groups.items()
+            }
+        stepped += sum(of_adam.values()) * _FP32
     return (
         sum((padded[key] - lengths[key]) * key.param_dtype.itemsize for key in groups),
         sum(padded[key] * key.grad_dtype.itemsize for key in groups),
@@ -297,6 +314,42 @@ def _owned_parameters(part: Any, shards: int, ranks: int) -> np.ndarray:
         edges = np.linspace(first, last, shards + 1, dtype=np.int64)
         owned += np.clip(np.minimum(end, edges[1:]) - np.maximum(start, edges[:-1]), 0, None)
     return np.resize(np.repeat(owned, max(ranks // shards, 1)), ranks)
+
+
+def _is_updated_by_adam(parameter: nn.Parameter) -> bool:
+    is_at_an_end = getattr(parameter, "is_embedding_or_output_parameter", False)
+    return parameter.dim() != 2 or is_at_an_end
+
+
+def _owned_parameters_by_layer(
+    groups: Any, replicas: _Replicas, ranks: int, is_counted: Callable[[nn.Parameter], bool]
+) -> dict[Any, np.ndarray]:
+    """Return the numbers of counted parameters that each rank owns, if Megatron-Core distributes whole ones.
+
+    It sorts them by size and goes back and forth over the ranks.
+
+    Args:
+        groups: Parameters by buffer, as Megatron-Core groups them.
+        replicas: Ranks that share dense parameters, and experts.
+        ranks: Ranks of a pipeline stage.
+        is_counted: Whether a parameter counts.
+    """
+    owned = {key: np.zeros(ranks, dtype=np.int64) for key in groups}
+    for is_expert, shards in ((False, replicas.dense), (True, replicas.expert)):
+        parameters = [
+            (parameter, key)
+            for key, (members, _) in groups.items()
+            for parameter in members
+            if key.is_expert_parallel == is_expert
+        ]
+        parameters.sort(key=lambda pair: pair[0].numel())
+        for index, (parameter, key) in enumerate(parameters):
+            lap, place = divmod(index, shards)
+            share = np.zeros(shards, dtype=np.int64)
+            share[place if lap % 2 == 0 else shards - 1 - place] = parameter.numel()
+            if is_counted(parameter):
+                owned[key] += np.resize(np.repeat(share, max(ranks // shards, 1)), ranks)
+    return owned
 
 
 def bucket_size(config: ConfigContainer, replicas: int) -> int:

@@ -269,10 +269,15 @@ LAYOUTS = [
         "use 992 or 1008",
     ),
     dry(
-        "ring attention without kernels",
-        [f"{CP}=2", "model.cp_comm_type=p2p", "model.backend=torch"],
-        "cp_comm_type=p2p",
-        "all_gather or a2a",
+        "ring attention with dropout",
+        [
+            f"{CP}=2",
+            "model.cp_comm_type=p2p",
+            "model.attention_dropout=0.1",
+            "model.backend=torch",
+        ],
+        "cp_comm_type=p2p with model.attention_dropout=0.1",
+        "cp_comm_type=all_gather",
     ),
     dry("experts of a dense model", [f"{EP}=2"], f"{EP}=2", "num_moe_experts is not set"),
     dry(

@@ -16,6 +16,8 @@ from torch import Tensor
 
 from megatron.bridge.utils.errors import UserError
 
+CPU_SCORES = 2**24  # elements of the score matrix of a tile without a fused kernel: 64 MB
+CUDA_SCORES = 2**26  # 256 MB; with 16 heads and 8,192 tokens, a quarter of the launches
 MASKED_ROWS = 512  # queries in a masked tile: 0.5 MB of mask per 1,000 keys
 
 QKV = tuple[Tensor, Tensor, Tensor]  # queries, keys and values

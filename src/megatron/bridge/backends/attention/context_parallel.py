@@ -25,20 +25,29 @@ def sequence_to_heads(
     local: torch.Tensor, parts: list[PackedSegment], group: dist.ProcessGroup
 ) -> torch.Tensor:
     """Exchange a part of the sequence with all heads for the full sequence with ``heads / size`` heads."""
-    size = group.size()
-    rows, batch, heads, width = local.shape
-    by_heads = local.view(rows, batch, size, heads // size, width).permute(2, 0, 1, 3, 4)
-    exchanged = all_to_all(group, by_heads.reshape(size * rows, -1))
-    return to_natural_order(exchanged.view(size * rows, batch, heads // size, width), parts, size)
+    return to_natural_order(exchange_rows_for_heads(local, group), parts, group.size())
 
 
 def heads_to_sequence(
     natural: torch.Tensor, parts: list[PackedSegment], group: dist.ProcessGroup
 ) -> torch.Tensor:
     """The inverse of `sequence_to_heads`."""
+    return exchange_heads_for_rows(to_rank_order(natural, parts, group.size()), group)
+
+
+def exchange_rows_for_heads(local: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    """Exchange this rank's rows with all heads for the rows of all ranks, in rank order, with a part of the heads."""
     size = group.size()
-    total, batch, heads, width = natural.shape
-    by_rank = to_rank_order(natural, parts, size)
+    rows, batch, heads, width = local.shape
+    by_heads = local.view(rows, batch, size, heads // size, width).permute(2, 0, 1, 3, 4)
+    exchanged = all_to_all(group, by_heads.reshape(size * rows, -1))
+    return exchanged.view(size * rows, batch, heads // size, width)
+
+
+def exchange_heads_for_rows(by_rank: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    """The inverse of `exchange_rows_for_heads`."""
+    size = group.size()
+    total, batch, heads, width = by_rank.shape
     exchanged = all_to_all(group, by_rank.reshape(total, -1))
     by_heads = exchanged.view(size, total // size, batch, heads, width).permute(1, 2, 0, 3, 4)
     return by_heads.reshape(total // size, batch, size * heads, width)

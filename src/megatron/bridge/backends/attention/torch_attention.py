@@ -2,8 +2,9 @@
 """Core attention on PyTorch's scaled_dot_product_attention, in every form that the models need.
 
 Causal and bidirectional, grouped queries, sliding windows, custom scale, soft-capping, sinks, an arbitrary mask, packed
-sequences, dropout, and context parallelism by all-gather or all-to-all. Shapes follow Megatron-Core: s is the (local)
-sequence, b the batch, t the tokens of a packed row, h and g the query and key heads of this tensor-parallel rank.
+sequences, dropout, and context parallelism by all-gather, by all-to-all, in a ring, or both. Shapes follow
+Megatron-Core: s is the (local) sequence, b the batch, t the tokens of a packed row, h and g the query and key heads of
+this tensor-parallel rank.
 """
 
 import contextlib
@@ -14,7 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from megatron.core import tensor_parallel
+from megatron.core import parallel_state, tensor_parallel
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.enums import AttnMaskType
@@ -30,6 +31,8 @@ from torch.utils.checkpoint import checkpoint
 
 from megatron.bridge.backends.attention import context_parallel, flash_attention, sink_attention
 from megatron.bridge.backends.attention.block_mask import (
+    CPU_SCORES,
+    CUDA_SCORES,
     MASKED_ROWS,
     QKV,
     AttentionWindow,
@@ -48,13 +51,14 @@ from megatron.bridge.backends.attention.block_mask import (
     whole_sequence,
     zigzag_spans,
 )
+from megatron.bridge.backends.attention.ring_attention import Ring, zigzag_chunks
 from megatron.bridge.backends.attention.sink_attention import CpuFlashKernel
 from megatron.bridge.backends.decoding.attention_cache import AttentionCache
 from megatron.bridge.utils.errors import UserError
 
 _CAUSAL = (AttnMaskType.causal, AttnMaskType.padding_causal, AttnMaskType.causal_bottom_right)
-_SCORES = 2**24  # elements of the score matrix of a tile without a fused kernel: 64 MB
-CUDA_SCORES = 2**26  # 256 MB; with 16 heads and 8,192 tokens, a quarter of the launches
+CP_KINDS = ("all_gather", "a2a", "p2p", "a2a+p2p")
+RING_KINDS = ("p2p", "a2a+p2p")  # values of ``cp_comm_type`` for which keys and values travel
 
 
 class TorchAttention(MegatronModule):
@@ -108,10 +112,16 @@ class TorchAttention(MegatronModule):
     def _checked_cp_comm_type(self, kind: str | None) -> str:
         if self.cp_group is None or kind is None:
             return "all_gather"
-        if kind not in ("all_gather", "a2a"):
+        if kind not in CP_KINDS:
+            raise UserError(f"cp_comm_type={kind!r} is not one of {', '.join(CP_KINDS)}")
+        if kind in RING_KINDS and self.dropout > 0.0:
             raise UserError(
-                f"cp_comm_type={kind!r} needs backend='transformer_engine'; the torch backend has 'all_gather' "
-                "and 'a2a'"
+                f"attention_dropout={self.dropout} with cp_comm_type={kind!r}: a ring computes blocks again in the "
+                "backward pass, set attention_dropout=0, or cp_comm_type='all_gather'"
+            )
+        if kind == "a2a+p2p" and not self.config.hierarchical_context_parallel_sizes:
+            raise UserError(
+                "cp_comm_type='a2a+p2p' needs hierarchical_context_parallel_sizes: set two sizes"
             )
         return kind
 
@@ -280,8 +290,13 @@ class TorchAttention(MegatronModule):
             return self._attend((query, key, value), mask, spans, window, self.softmax_offset)
         if mask is not None:
             raise UserError(
-                "cp_comm_type='a2a' cannot split an attention mask; use 'all_gather', or no mask"
+                f"cp_comm_type={self.cp_comm_type!r} cannot split an attention mask; use 'all_gather', or no mask"
             )
+        if self.cp_comm_type == "p2p":
+            ring = self._ring(group, [[rank] for rank in range(group.size())], parts, window)
+            return ring.attend(qkv, self.softmax_offset)
+        if self.cp_comm_type == "a2a+p2p":
+            return self._attend_hierarchical(qkv, window, parts)
         return self._attend_all_to_all(qkv, window, parts, group)
 
     def _attend_all_to_all(
@@ -292,27 +307,63 @@ class TorchAttention(MegatronModule):
         group: dist.ProcessGroup,
     ) -> Tensor:
         """Compute attention over all tokens for a part of the heads, between two all-to-all exchanges."""
+        query, key, value = (
+            context_parallel.sequence_to_heads(tensor, parts, group)
+            for tensor in self._with_divisible_heads(qkv, group.size())
+        )
+        sinks = self._sinks_of_rank(group)
+        out = self._attend((query, key, value), None, packed_spans(parts, parts), window, sinks)
+        return context_parallel.heads_to_sequence(out, parts, group)
+
+    def _attend_hierarchical(
+        self, qkv: QKV, window: AttentionWindow, parts: list[PackedSegment]
+    ) -> Tensor:
+        """Exchange tokens for heads within the first level of ranks, and pass keys and values around the second."""
+        levels: Any = parallel_state.get_hierarchical_context_parallel_groups()
+        inner, outer = levels
+        query, key, value = (
+            context_parallel.exchange_rows_for_heads(tensor, inner)
+            for tensor in self._with_divisible_heads(qkv, inner.size())
+        )
+        ranks = range(inner.size() * outer.size())
+        # consecutive ranks share the first level
+        neighbors = [list(ranks[at : at + inner.size()]) for at in ranks[:: inner.size()]]
+        ring = self._ring(outer, neighbors, parts, window)
+        out = ring.attend((query, key, value), self._sinks_of_rank(inner))
+        return context_parallel.exchange_heads_for_rows(out, inner)
+
+    def _ring(
+        self,
+        group: dist.ProcessGroup,
+        members: list[list[int]],
+        parts: list[PackedSegment],
+        window: AttentionWindow,
+    ) -> Ring:
+        """Return the ring of ``group``, whose ranks have the tokens of ``members``, context-parallel ranks each."""
+        size = sum(map(len, members))
+        chunks = [zigzag_chunks(parts, ranks, size, self.chunk_size) for ranks in members]
+        return Ring(group, chunks, window, self.scale, self.softcap)
+
+    def _with_divisible_heads(self, qkv: QKV, size: int) -> QKV:
+        """Repeat key and value heads as often as ``size`` ranks need to share them evenly."""
         query, key, value = qkv
         heads = query.size(2)
         kv_heads = key.size(2)
-        size = group.size()
         repeats = context_parallel.repeats_for_heads(kv_heads, heads, size)
         if repeats is None:
             raise UserError(
-                f"cp_comm_type='a2a' cannot split {heads} query and {kv_heads} key heads (of one tensor-parallel "
-                f"rank) among context_parallel_size={size} ranks; use 'all_gather'"
+                f"cp_comm_type={self.cp_comm_type!r} cannot split {heads} query and {kv_heads} key heads (of one "
+                f"tensor-parallel rank) among {size} ranks; use 'all_gather'"
             )
         if repeats > 1:
             key, value = (tensor.repeat_interleave(repeats, dim=2) for tensor in (key, value))
-        query, key, value = (
-            context_parallel.sequence_to_heads(tensor, parts, group)
-            for tensor in (query, key, value)
-        )
-        sinks = self.softmax_offset
-        if sinks is not None:
-            sinks = sinks.split(heads // size)[group.rank()]
-        out = self._attend((query, key, value), None, packed_spans(parts, parts), window, sinks)
-        return context_parallel.heads_to_sequence(out, parts, group)
+        return query, key, value
+
+    def _sinks_of_rank(self, group: dist.ProcessGroup) -> Tensor | None:
+        """Return the sinks of the heads that this rank has after the exchange."""
+        if self.softmax_offset is None:
+            return None
+        return self.softmax_offset.chunk(group.size())[group.rank()]
 
     def _attend(
         self,
@@ -442,7 +493,7 @@ class _TileAttention:
     def limit(self, q: Tensor, k: Tensor, masked: bool) -> int | None:
         """Return the maximum height of a tile, which limits the memory of scores or masks; None means no limit."""
         if not self.fused(q.device):
-            scores = CUDA_SCORES if q.is_cuda else _SCORES
+            scores = CUDA_SCORES if q.is_cuda else CPU_SCORES
             return max(16, scores // (q.size(0) * q.size(1) * k.size(2)))
         return MASKED_ROWS if masked else None
 

@@ -17,6 +17,7 @@ from megatron.core.distributed import DistributedDataParallelConfig
 from megatron.core.distributed.fsdp import mcore_fsdp_adapter as core
 from megatron.core.distributed.fsdp.src.megatron_fsdp import param_and_grad_buffer as core_buffers
 from megatron.core.distributed.fsdp.src.megatron_fsdp.utils import FSDPDistributedIndex
+from megatron.core.ssm.mamba_layer import MambaLayer
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import nn
@@ -29,6 +30,9 @@ from megatron.bridge.utils.errors import UserError
 NO_SHARD = "no_shard"
 SHARD_GRADIENTS = "optim_grads"
 SHARD_WEIGHTS = "optim_grads_params"
+_LEAST_UNIT = (
+    1_000_000_000  # elements that are gathered or reduced ahead unless a config says otherwise
+)
 STRATEGIES = ("optim", SHARD_GRADIENTS, SHARD_WEIGHTS)
 
 
@@ -48,23 +52,25 @@ class MegatronFSDPWrapper(core.FullyShardedDataParallel):
         ddp_config: DistributedDataParallelConfig,
         module: nn.Module,
     ) -> None:
-        if (stages := config.pipeline_model_parallel_size) > 1:
-            raise UserError(
-                f"ddp.use_megatron_fsdp=True: model.pipeline_model_parallel_size={stages} must be 1"
-            )
         group = _replica_group()
         ddp_config = resolve_ddp_config(ddp_config, group.size())
-        ranges = row_ranges(module, ddp_config, group.size())
+        ranges = row_ranges(module, ddp_config, group.size(), _expert_group().size())
         attributes = {
             name: ParameterAttributes.of(parameter) for name, parameter in module.named_parameters()
         }
+        units = tuple(cast(list[type[nn.Module]], fsdp_units(ddp_config)))
+        chunk_config = ddp_config
+        if units and not any(isinstance(part, units) for part in module.modules()):
+            # Megatron-Core divides by the number of layers of a chunk, which may be 0
+            chunk_config = replace(ddp_config, suggested_communication_unit_size=_LEAST_UNIT)
         super().__init__(
             config,
-            ddp_config,
+            chunk_config,
             module,
             fsdp_unit_modules=fsdp_units(ddp_config),
             device=next(module.parameters()).device,
         )
+        self.ddp_config = ddp_config  # equal for all chunks, which the optimizer checks
         del self.start_param_sync  # an attribute of Megatron-Core that hides the method below
         computed = dict(self._compute_rows())
         for name, parameter in module.named_parameters():
@@ -75,22 +81,20 @@ class MegatronFSDPWrapper(core.FullyShardedDataParallel):
 
         With the tensor-parallel group, Megatron-FSDP would describe parameters by their full shape over
         tensor-parallel ranks, but it should shard the part of one rank. It requires a tensor-parallel dimension,
-        so it gets the pipeline group, which holds this rank alone.
+        so it gets a group that holds this rank alone. Experts are sharded over the ranks that have the same experts.
         """
         group = _replica_group()
-        alone = cast(ProcessGroup, parallel_state.get_pipeline_model_parallel_group())
+        expert_group = _expert_group()
+        alone = _group_of_one()
         self.tp_group = alone
         # torch treats meshes with the same ranks and names as one, even after the groups of the first are
         # destroyed
         names = (f"replicas_{group.group_name}", f"alone_{group.group_name}")
-        mesh = DeviceMesh.from_group(
-            [group, alone],
-            "cuda" if has_cuda() else "cpu",
-            mesh=[[rank] for rank in torch.distributed.get_process_group_ranks(group)],
-            mesh_dim_names=names,
-        )
+        mesh = _mesh(group, alone, names)
+        same_ranks = _ranks(group) == _ranks(expert_group)
+        expert_mesh = mesh if same_ranks else _mesh(expert_group, alone, names)
         return FSDPDistributedIndex(
-            device_mesh=mesh, dp_shard_dim=names[0], tp_dim=names[1], expt_device_mesh=mesh
+            device_mesh=mesh, dp_shard_dim=names[0], tp_dim=names[1], expt_device_mesh=expert_mesh
         )
 
     def _compute_rows(self) -> Iterator[tuple[str, torch.Tensor]]:
@@ -107,6 +111,10 @@ class MegatronFSDPWrapper(core.FullyShardedDataParallel):
         output = super().forward(*inputs, **named)
         if not torch.is_grad_enabled():
             cast(Any, self).synchronize_param_gather()
+        sends = self.config.pipeline_model_parallel_size > 1
+        if sends and isinstance(output, torch.Tensor) and output._base is not None:
+            # Megatron-Core frees what a stage has sent, which it refuses for a view
+            return output.clone()
         return output
 
     def start_param_sync(self, *unused: Any, **options: Any) -> None:
@@ -118,6 +126,33 @@ class MegatronFSDPWrapper(core.FullyShardedDataParallel):
 
 def _replica_group() -> ProcessGroup:
     return cast(ProcessGroup, parallel_state.get_data_parallel_group(with_context_parallel=True))
+
+
+def _expert_group() -> ProcessGroup:
+    return cast(ProcessGroup, parallel_state.get_expert_data_parallel_group())
+
+
+def _group_of_one() -> ProcessGroup:
+    """Return a group that holds this rank alone."""
+    for group in (
+        parallel_state.get_tensor_model_parallel_group(),
+        parallel_state.get_pipeline_model_parallel_group(),
+    ):
+        if group.size() == 1:
+            return group
+    rank = torch.distributed.get_rank()
+    group = torch.distributed.new_group([rank], use_local_synchronization=True)
+    return cast(ProcessGroup, group)
+
+
+def _ranks(group: ProcessGroup) -> list[int]:
+    return torch.distributed.get_process_group_ranks(group)
+
+
+def _mesh(group: ProcessGroup, alone: ProcessGroup, names: tuple[str, str]) -> DeviceMesh:
+    device = "cuda" if has_cuda() else "cpu"
+    ranks = [[rank] for rank in _ranks(group)]
+    return DeviceMesh.from_group([group, alone], device, mesh=ranks, mesh_dim_names=names)
 
 
 def resolve_ddp_config(
@@ -158,7 +193,9 @@ def fsdp_units(ddp_config: DistributedDataParallelConfig) -> list[nn.Module]:
     Megatron-Core's annotation says modules, but it expects classes.
     """
     kinds = (
-        [TransformerLayer] if ddp_config.data_parallel_sharding_strategy == SHARD_WEIGHTS else []
+        [TransformerLayer, MambaLayer]
+        if ddp_config.data_parallel_sharding_strategy == SHARD_WEIGHTS
+        else []
     )
     return cast(list[nn.Module], kinds)
 
@@ -171,23 +208,35 @@ class FlatBuffer:
     starts: list[int]  # the offset of each parameter
     size: int  # number of elements, padded to a multiple of the number of ranks
     unit: int | None  # the index of the layer that the parameters belong to; None outside of layers
+    ranks: int = 1  # that share it
 
 
 def flat_buffers(
-    module: nn.Module, ddp_config: DistributedDataParallelConfig, replicas: int
+    module: nn.Module,
+    ddp_config: DistributedDataParallelConfig,
+    replicas: int,
+    expert_replicas: int | None = None,
 ) -> Iterator[FlatBuffer]:
-    """Return the buffers of Megatron-FSDP for the parameters of a chunk, which may be on the meta device."""
+    """Return the buffers of Megatron-FSDP for the parameters of a chunk.
+
+    Args:
+        module: The chunk, which may be on the meta device.
+        ddp_config: What is sharded, and the sizes of buffers.
+        replicas: The number of ranks with the same dense weights.
+        expert_replicas: The number of ranks with the same experts; None if it is the same.
+    """
     strategy = ddp_config.data_parallel_sharding_strategy
     policy = core_buffers.BucketingPolicy(ddp_config.bucket_size, fsdp_units(ddp_config), strategy)
     for group in core_buffers._get_parameter_groups(module, policy, {})[0]:
         shapes = [parameter.shape for parameter in group.params]
+        ranks = (expert_replicas or replicas) if group.is_expert_param else replicas
         buffer_index = core_buffers.build_data_parallel_buffer_index(
-            shapes, 0, replicas, True, ddp_config, chunk_size_factor=group.chunk_size_factor
+            shapes, 0, ranks, True, ddp_config, chunk_size_factor=group.chunk_size_factor
         )
         places = cast(Any, buffer_index[0])
         full_buffer = buffer_index[1]
         starts = [places[index].global_data_index for index in range(len(shapes))]
-        yield FlatBuffer(group.params, starts, full_buffer.size, group.fsdp_unit_id)
+        yield FlatBuffer(group.params, starts, full_buffer.size, group.fsdp_unit_id, ranks)
 
 
 @dataclass(frozen=True)
@@ -212,7 +261,7 @@ def temporary_elements(
     in_flight = ddp_config.suggested_communication_unit_size
     if in_flight is None:
         in_flight = max(
-            1_000_000_000, 2 * inside // max(len(layers), 1)
+            _LEAST_UNIT, 2 * inside // max(len(layers), 1)
         )  # a minimum; its comment says maximum
     gathered = sum(outside) + min(inside, layer + in_flight // 2)
     return TemporaryElements(
@@ -221,15 +270,22 @@ def temporary_elements(
 
 
 def row_ranges(
-    module: nn.Module, ddp_config: DistributedDataParallelConfig, replicas: int
+    module: nn.Module,
+    ddp_config: DistributedDataParallelConfig,
+    replicas: int,
+    expert_replicas: int | None = None,
 ) -> dict[str, RowRanges]:
-    """Return the rows of each parameter that each of ``replicas`` ranks will keep."""
+    """Return the rows of each parameter that each rank will keep; the arguments are those of `flat_buffers`."""
     names = {parameter: name for name, parameter in module.named_parameters()}
     return {
         names[parameter]: _row_ranges(
-            names[parameter], tuple(parameter.shape), start, buffer.size // replicas, replicas
+            names[parameter],
+            tuple(parameter.shape),
+            start,
+            buffer.size // buffer.ranks,
+            buffer.ranks,
         )
-        for buffer in flat_buffers(module, ddp_config, replicas)
+        for buffer in flat_buffers(module, ddp_config, replicas, expert_replicas)
         for parameter, start in zip(buffer.parameters, buffer.starts, strict=True)
     }
 

@@ -13,6 +13,7 @@ from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallelConfig
 from megatron.core.distributed.data_parallel_base import _BaseDataParallel
 from megatron.core.models.common.embeddings.language_model_embedding import LanguageModelEmbedding
+from megatron.core.ssm.mamba_layer import MambaLayer
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer
@@ -121,5 +122,6 @@ def _gathered_units(module: nn.Module) -> list[nn.Module]:
     tied = any(
         getattr(part, "share_embeddings_and_output_weights", False) for part in module.modules()
     )
-    kinds = (TransformerLayer,) if tied else (TransformerLayer, LanguageModelEmbedding)
+    layers = (TransformerLayer, MambaLayer)
+    kinds = layers if tied else (*layers, LanguageModelEmbedding)
     return [part for part in module.modules() if isinstance(part, kinds)]

@@ -76,6 +76,9 @@ class KimiDeltaAttention(TensorParallelMixer):
     def scan_numbers(self, tokens: int) -> int:
         return 89 * tokens * self.features
 
+    def part_widths(self) -> list[int]:
+        return [self.heads * self.width] * 5 + [self.heads]
+
     def project(self, hidden_states: Tensor) -> Tensor:
         """Project to queries, keys, values, and the inputs of decays, gates and beta, in one tensor."""
         if self.config.sequence_parallel:
@@ -104,17 +107,16 @@ class KimiDeltaAttention(TensorParallelMixer):
         state: Tensor | None = None,
         bounds: Tensor | None = None,
     ) -> tuple[Tensor, tuple[Tensor, Any]]:
-        inner = self.heads * self.width
+        heads = self.heads // (1 if self.cp_group is None else self.cp_group.size())
+        inner = heads * self.width
         history_length = 0 if history is None else history.size(1)
-        qkv, decay, gate, beta = projected.split([3 * inner, inner, inner, self.heads], -1)
+        qkv, decay, gate, beta = projected.split([3 * inner, inner, inner, heads], -1)
         extended, history = with_history(qkv, qkv[:, :0] if history is None else history)
-        taps = torch.cat([getattr(self, f"{name}_conv1d") for name in _QKV]).squeeze(1)
+        taps = torch.cat([self.share(f"{name}_conv1d") for name in _QKV]).squeeze(1)
         mixed = F.silu(causal_convolution(extended, taps, None, bounds)[:, history_length:])
-        q, k, v = (part.unflatten(-1, (self.heads, -1)).float() for part in mixed.chunk(3, -1))
-        g = (
-            F.softplus(decay.float() + self.dt_bias.float()).unflatten(-1, (self.heads, -1))
-            * -self.A_log.float().exp()
-        )
+        q, k, v = (part.unflatten(-1, (heads, -1)).float() for part in mixed.chunk(3, -1))
+        steps = F.softplus(decay.float() + self.share("dt_bias").float())
+        g = steps.unflatten(-1, (heads, -1)) * -self.share("A_log").float().exp()
         options: Any = {
             "initial_state": state,
             "output_final_state": state is not None,

@@ -177,6 +177,7 @@ class TorchMambaMixer(MambaMixer):
                 "Megatron-Core's inference of Mamba layers needs the packages mamba-ssm and causal-conv1d: use "
                 "megatron.bridge.inference.LLM, which does not"
             )
+        self._share_parameters()
         projected, _ = self.in_proj(hidden_states)
         if self.cache is not None:
             width = self.cp.d_inner_local_tpcp
@@ -187,6 +188,11 @@ class TorchMambaMixer(MambaMixer):
         parts = full_sequence.split(lengths_of(packed_seq_params, len(full_sequence)))
         mixed = torch.cat([recomputed(self._mix, part) for part in parts])
         return self.out_proj(recomputed(self.norm, self._scatter(mixed, packed_seq_params)))
+
+    def _share_parameters(self) -> None:
+        """Give ``self.cp`` the parameters of this pass: fully sharded ones are replaced while they are gathered."""
+        for name in ("conv1d_weight", "conv1d_bias", "dt_bias", "A_log", "D"):
+            setattr(self.cp, f"{name}_cp1", getattr(self, name))
 
     def _gather(self, local: Tensor, packed: Any) -> Tensor:
         """Exchange a part of the sequence with all heads for the whole, ordered sequence of this rank's heads."""

@@ -140,20 +140,25 @@ class Mamba1Mixer(TensorParallelMixer):
         x, gate = projected.chunk(2, -1)
         history_length = 0 if history is None else history.size(1)
         extended, history = with_history(x, x[:, :0] if history is None else history)
-        taps = self.conv1d_weight.squeeze(1)
-        convolved = causal_convolution(extended, taps, self.conv1d_bias, None)
+        taps = self.share("conv1d_weight").squeeze(1)
+        convolved = causal_convolution(extended, taps, self.share("conv1d_bias"), None)
         x = F.silu(convolved[:, history_length:])
         narrow, b, c = self._shared_parts(x)
-        dt = F.softplus(F.linear(narrow, self.dt_proj).float() + self.dt_bias.float())
-        y, state = selective_scan(x, dt, -self.A_log.float().exp(), b, c, state)
-        y = (y + self.D.float() * x.float()) * F.silu(gate.float())
+        steps = F.linear(narrow, self.share("dt_proj")).float() + self.share("dt_bias").float()
+        rate = -self.share("A_log").float().exp()
+        y, state = selective_scan(x, F.softplus(steps), rate, b, c, state)
+        y = (y + self.share("D").float() * x.float()) * F.silu(gate.float())
         return y.to(projected.dtype), (history, state)
 
     def _shared_parts(self, x: Tensor) -> list[Tensor]:
         """Compute the narrow input of dt, B and C [b, s, width], which all ranks share, from ``x`` of this rank."""
         sums = mappings.reduce_from_tensor_model_parallel_region(
-            F.linear(x, self.x_proj), self.tp_group
+            F.linear(x, self.share("x_proj")), self.tp_group
         )
+        if self.cp_group is not None:
+            # all need the sum, and each has a part of its gradient; gradients of the norms are summed over ranks later
+            sums = mappings.reduce_from_tensor_model_parallel_region(sums, self.cp_group)
+            sums = mappings.copy_to_tensor_model_parallel_region(sums, self.cp_group)
         parts = sums.split(list(self.shared.values()), -1)
         normed = [norm(part) for norm, part in zip(self.norms.values(), parts, strict=True)]
         return [

@@ -61,7 +61,8 @@ class ShortConv(TensorParallelMixer):
     def mix_packed(self, projected: Tensor, packed_seq_params: PackedSeqParams | None) -> Tensor:
         before, after, x = projected.chunk(3, dim=-1)
         bounds = None if packed_seq_params is None else padded_cu_seqlens(packed_seq_params)
-        return after * causal_convolution(before * x, self.conv1d.weight.squeeze(1), None, bounds)
+        taps = self.share("conv1d.weight").squeeze(1)
+        return after * causal_convolution(before * x, taps, None, bounds)
 
     def state_shapes(self) -> list[StateShape]:
         """Return the shape of a text's state: the last inputs of the convolution."""

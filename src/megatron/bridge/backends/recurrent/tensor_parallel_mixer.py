@@ -1,9 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The base of mixers that replace attention and split their features over tensor-parallel ranks."""
+"""The base of mixers that replace attention and split their features over tensor-parallel ranks.
+
+A mixer carries a state along the sequence. Under context parallelism, ranks exchange their part of the tokens for a
+part of the features of all tokens, mix these, and exchange back, as Megatron-Core's Mamba-2 mixer does.
+"""
 
 from typing import Any, ClassVar
 
 import torch
+import torch.distributed as dist
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.ssm.utils import _split_tensor_factory
@@ -17,6 +22,8 @@ from megatron.core.transformer.utils import (
 )
 from torch import Tensor, nn
 
+from megatron.bridge.backends.attention.block_mask import PackedSegment, packed_segments
+from megatron.bridge.backends.attention.context_parallel import heads_to_sequence, sequence_to_heads
 from megatron.bridge.backends.decoding.recurrent_cache import RecurrentCache
 from megatron.bridge.backends.recurrent.gated_delta_net import init_conv_weight, recomputed
 
@@ -30,6 +37,7 @@ class TensorParallelMixer(MegatronModule):
             module with a name here is one of PyTorch's.
         projected: names of the parts of ``in_proj``, if it has any; each part is sharded separately.
         features: number of this rank's features that the output projection reads.
+        cp_group: the context-parallel ranks that share the tokens, or None.
     """
 
     cache: RecurrentCache | None = None
@@ -45,9 +53,13 @@ class TensorParallelMixer(MegatronModule):
         **_: Any,
     ) -> None:
         super().__init__(config)
-        groups = pg_collection or ProcessGroupCollection.use_mpu_process_groups(required_pgs=["tp"])
+        groups = pg_collection or ProcessGroupCollection.use_mpu_process_groups(
+            required_pgs=["tp", "cp"]
+        )
         self.layer_number = layer_number
         self.tp_group = groups.tp
+        is_split = config.context_parallel_size > 1
+        self.cp_group: dist.ProcessGroup | None = groups.cp if is_split else None
         device = None if config.use_cpu_initialization else torch.cuda.current_device()
         self.like: Any = {"device": device, "dtype": config.params_dtype}
         common = {"config": config, "bias": False, "is_expert": False, "tp_group": groups.tp}
@@ -106,8 +118,39 @@ class TensorParallelMixer(MegatronModule):
         projected = self.project(hidden_states)
         if self.cache is not None:
             return self.out_proj(self.cache.run(projected, self.features, self.mix))
+        if self.cp_group is not None:
+            return self.out_proj(self._mix_across_ranks(projected, packed_seq_params))
         mixed = recomputed(self.mix_packed, projected.transpose(0, 1), packed_seq_params)
         return self.out_proj(mixed.transpose(0, 1).contiguous())
+
+    def _mix_across_ranks(
+        self, projected: Tensor, packed_seq_params: PackedSeqParams | None
+    ) -> Tensor:
+        """Mix [s, b, parts] of this rank's tokens to [s, b, features], with a part of the features of all tokens."""
+        group = self.cp_group
+        assert group is not None, "one rank has all tokens"
+        size = group.size()
+        total = len(projected) * size
+        segments = [PackedSegment(0, total, total)]
+        if packed_seq_params is not None:
+            segments = packed_segments(packed_seq_params)[0]
+        parts = projected.split(self.part_widths(), -1)
+        by_rank = torch.cat([part.unflatten(-1, (size, -1)) for part in parts], -1)
+        all_tokens = sequence_to_heads(by_rank, segments, group).squeeze(2)
+        mixed = recomputed(self.mix_packed, all_tokens.transpose(0, 1), packed_seq_params)
+        by_token = mixed.transpose(0, 1).unsqueeze(2).contiguous()
+        return heads_to_sequence(by_token, segments, group).flatten(2)
+
+    def part_widths(self) -> list[int]:
+        """Return the widths of the parts of ``project``'s result, which context-parallel ranks share evenly each."""
+        return [self.features] * len(self.projected)
+
+    def share(self, name: str) -> Tensor:
+        """Return the part of a parameter that belongs to the features which this context-parallel rank mixes."""
+        parameter = self.get_parameter(name)
+        if self.cp_group is None or name not in self.cut:
+            return parameter
+        return parameter.chunk(self.cp_group.size(), self.cut[name])[self.cp_group.rank()]
 
     def make_parameters(self, shapes: dict[str, tuple[int, ...]]) -> None:
         """Register this rank's parameters with these shapes: random matrices and convolutions, ones for the others."""

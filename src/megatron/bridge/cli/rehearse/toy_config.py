@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from megatron.bridge.backends.attention.torch_attention import RING_KINDS
 from megatron.bridge.data.config import MockGPTDatasetConfig
 from megatron.bridge.models.features.feature import ToySizes
 from megatron.bridge.training.config.resolve.requirements import RECOMPUTED_BY_ENGINE
@@ -155,7 +156,9 @@ def _set_parallelism(toy: Toy) -> None:
     )
     model.sequence_parallel = model.sequence_parallel and dimensions.tensor > 1
     model.microbatch_group_size_per_vp_stage = None
-    model.hierarchical_context_parallel_sizes = None
+    if model.hierarchical_context_parallel_sizes:
+        levels = [1, dimensions.context]
+        model.hierarchical_context_parallel_sizes = levels if dimensions.context > 1 else None
     if dimensions.pipeline == 1:
         model.overlap_p2p_comm = False
 
@@ -337,11 +340,12 @@ def _remove_hardware_features(toy: Toy) -> None:
     model.tp_comm_overlap = False
     model.use_te_activation_func = False
     kinds = model.cp_comm_type if isinstance(model.cp_comm_type, list) else [model.cp_comm_type]
-    if set(kinds) - {None, "a2a", "all_gather"}:
+    if set(kinds) & set(RING_KINDS) and model.attention_dropout > 0:
         toy.changes.append(
-            f"model.cp_comm_type={model.cp_comm_type} needs Transformer Engine: using all_gather"
+            f"model.cp_comm_type={model.cp_comm_type} with dropout needs Transformer Engine: using all_gather"
         )
         model.cp_comm_type = "all_gather"
+        model.hierarchical_context_parallel_sizes = None
     recomputed = [
         part for part in model.recompute_modules or () if part not in RECOMPUTED_BY_ENGINE
     ]

@@ -194,6 +194,19 @@ def indivisible_sizes(config: Any, names: Iterable[str], needed_by: str) -> Iter
             )
 
 
+def indivisible_by_context(config: Any, names: Iterable[str], needed_by: str) -> Iterator[str]:
+    """Yield a sentence for each size that the context-parallel ranks of a tensor-parallel one cannot share."""
+    tensor = config.tensor_model_parallel_size
+    context = config.context_parallel_size
+    for name in names:
+        size = getattr(config, name) or 0
+        if context > 1 and size % tensor == 0 and size % (tensor * context):
+            yield (
+                f"context_parallel_size={context} x tensor_model_parallel_size={tensor} does not divide {name}="
+                f"{size}, which {needed_by} needs"
+            )
+
+
 def average_keys(most: int, length: int) -> float:
     """Return the keys that a query sees on average, if each sees all before it and its own, but ``most`` at most."""
     return most - most * (most - 1) / (2 * length)

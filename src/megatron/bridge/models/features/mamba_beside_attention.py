@@ -22,6 +22,7 @@ from megatron.bridge.models.features.feature import (
     LayerFeature,
     ToySizes,
     differing,
+    indivisible_by_context,
     indivisible_sizes,
 )
 from megatron.bridge.models.features.mamba_layers import toy_mamba_sizes
@@ -39,7 +40,6 @@ MULTIPLIERS: dict[str, Any] = {
 """The keys of ``mamba_beside_attention``, which are transformers', with the values that change nothing."""
 
 _EXCLUDED: dict[str, Any] = {
-    "context_parallel_size": 1,
     "mtp_num_layers": None,
     "multi_latent_attention": False,
     "num_moe_experts": None,
@@ -81,6 +81,14 @@ class MambaBesideAttentionFeature(LayerFeature):
             yield f"mamba_num_groups={groups} does not divide mamba_num_heads={heads}"
         names = ("mamba_num_heads", "mamba_state_dim" if groups == 1 else "mamba_num_groups")
         yield from indivisible_sizes(config, names, "mamba_beside_attention")
+        yield from indivisible_by_context(config, names[:1], "mamba_beside_attention")
+        groups_per_rank = max(groups // config.tensor_model_parallel_size, 1)
+        context = config.context_parallel_size
+        if max(groups_per_rank, context) % min(groups_per_rank, context):
+            yield (
+                f"context_parallel_size={context} cannot share the {groups_per_rank} groups of Mamba heads of a "
+                "tensor-parallel rank, which mamba_beside_attention needs: use a divisor"
+            )
 
     def derive(self, config: Any) -> None:
         """Make the multiplier of queries and keys a part of the scale of attention."""

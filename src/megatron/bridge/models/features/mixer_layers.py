@@ -12,7 +12,12 @@ from megatron.core.transformer.transformer_layer import TransformerLayerSubmodul
 
 from megatron.bridge.backends.recurrent.tensor_parallel_mixer import TensorParallelMixer
 from megatron.bridge.backends.specs.torch_spec import TorchSpecProvider
-from megatron.bridge.models.features.feature import LayerFeature, differing, indivisible_sizes
+from megatron.bridge.models.features.feature import (
+    LayerFeature,
+    differing,
+    indivisible_by_context,
+    indivisible_sizes,
+)
 
 MADE_FOR_ATTENTION: dict[str, Any] = {
     "norm_placement": "pre",
@@ -47,7 +52,7 @@ class MixerFeature(LayerFeature):
         raise NotImplementedError
 
     def split_sizes(self, config: Any) -> tuple[str, ...]:
-        """Return the names of the sizes that tensor-parallel ranks split."""
+        """Return the names of the sizes that tensor-parallel ranks split, and context-parallel ones the first."""
         raise NotImplementedError
 
     def required(self, config: Any) -> dict[str, Any]:
@@ -64,12 +69,9 @@ class MixerFeature(LayerFeature):
     def check(self, config: Any) -> Iterator[str]:
         if not any(getattr(config, self.field) or ()):
             return
-        if config.context_parallel_size > 1:
-            yield (
-                f"context_parallel_size={config.context_parallel_size} is not supported with {self.field}: a "
-                "convolution sees tokens that another rank has"
-            )
         yield from indivisible_sizes(config, self.split_sizes(config), self.field)
+        # ranks exchange tokens for the features of the first size
+        yield from indivisible_by_context(config, self.split_sizes(config)[:1], self.field)
         yield from differing(config, self.required(config), f"with {self.field}")
 
     def derive(self, config: Any) -> None:

@@ -64,6 +64,13 @@ class SparseAttentionFeature(LayerFeature):
         if config.backend not in ("torch", "auto"):
             yield f"backend={config.backend!r} is not supported {context}: set model.backend='torch'"
         yield from differing(config, _OTHERS, context, with_remedy=True)
+        kinds = config.cp_comm_type
+        other_kinds = set(kinds if isinstance(kinds, list) else [kinds]) - {None, "all_gather"}
+        if config.context_parallel_size > 1 and other_kinds:
+            yield (
+                f"cp_comm_type={kinds} is not supported {context}, whose queries choose among the keys of all "
+                "ranks: set model.cp_comm_type='all_gather'"
+            )
         missing = [name for name in _POSITIVE if not getattr(config, name)]
         for name in missing:
             yield (

@@ -24,6 +24,7 @@ from megatron.core.optimizer import (
     get_standard_config_overrides,
 )
 from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
+from megatron.core.optimizer.layer_wise_optimizer import LayerWiseDistributedOptimizer
 from megatron.core.optimizer.optimizer_config import ParamWithNamePredicate
 from megatron.core.optimizer_param_scheduler import ParamGroupOverride
 from megatron.core.transformer.module import MegatronModule
@@ -106,7 +107,21 @@ def optimizer_kind(part: Any) -> str:
 
 
 def update_count(optimizer: MegatronOptimizer) -> int:
-    """The number of updates that Adam's bias correction has counted, from a parameter with rows on this rank."""
+    """The number of updates that Adam's bias correction has counted.
+
+    If whole parameters are distributed over ranks, a rank may have none of Adam's: then this is a collective.
+    """
+    count = _local_update_count(optimizer)
+    if isinstance(optimizer, LayerWiseDistributedOptimizer):
+        device = torch.cuda.current_device()
+        counts = torch.tensor([count], dtype=torch.int64, device=device)
+        torch.distributed.all_reduce(counts, torch.distributed.ReduceOp.MAX, optimizer.dp_cp)
+        count = int(counts.item())
+    return count
+
+
+def _local_update_count(optimizer: MegatronOptimizer) -> int:
+    """The number of updates of a parameter with rows on this rank, or 0."""
     for inner, group in _groups_of_adam(optimizer):
         if "step" in group:  # Transformer Engine counts per group
             return int(group["step"])

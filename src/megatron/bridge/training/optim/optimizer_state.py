@@ -19,6 +19,7 @@ from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTenso
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+from megatron.core.optimizer.layer_wise_optimizer import LayerWiseDistributedOptimizer
 from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params
 from torch.distributed.tensor import DTensor
 
@@ -119,7 +120,8 @@ def sharded_optimizer_state(
 
 
 def parameter_shards(optimizer: MegatronOptimizer) -> Iterator[ParameterShard]:
-    """This rank's shards, for each of Megatron-Core's three optimizer classes."""
+    """This rank's shards, for each of Megatron-Core's optimizer classes."""
+    by_layer = isinstance(optimizer, LayerWiseDistributedOptimizer)
     for part in megatron_optimizers(optimizer):
         names = STATE_NAMES[optimizer_kind(part)]
         for parameter, main, start, end in _parameter_intervals(part):
@@ -128,8 +130,9 @@ def parameter_shards(optimizer: MegatronOptimizer) -> Iterator[ParameterShard]:
             master = _master(part, main)
             if stored_dtype(parameter) != master.dtype:
                 tensors[REMAINDER if master.dtype == torch.int16 else MASTER] = master
-            sharded = isinstance(part, DistributedOptimizer)
-            instance = part.distributed_optimizer_instance_id if sharded else None
+            instance = 0 if by_layer else None  # one rank has the state of a parameter
+            if isinstance(part, DistributedOptimizer):
+                instance = part.distributed_optimizer_instance_id
             yield ParameterShard(local_rows(parameter), start, end, tensors, instance)
 
 

@@ -146,10 +146,6 @@ _UNAVAILABLE = [
         remedy="not available in this version, use ddp.overlap_param_gather=true",
     ),
     Unavailable(
-        ["optimizer.use_layer_wise_distributed_optimizer"],
-        remedy="not supported, because the state cannot be saved: unset it",
-    ),
-    Unavailable(
         ["optimizer.use_torch_optimizer_for_cpu_offload"],
         remedy="never read, because the CPU always uses torch's optimizer",
     ),

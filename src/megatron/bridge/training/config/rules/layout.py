@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from megatron.bridge.backends.attention.context_parallel import repeats_for_heads
+from megatron.bridge.backends.attention.torch_attention import CP_KINDS, RING_KINDS
 from megatron.bridge.backends.specs.layer_specs import resolve_backend
 from megatron.bridge.training.config.batch_size import evaluation_batch
 from megatron.bridge.training.config.rules.stages import SPLIT, given
@@ -175,10 +176,7 @@ def cp_a2a_divides_heads(config: RunConfig, world_size: int) -> Iterator[str]:
     if cp == 1 or "a2a" not in _cp_kinds(config):
         return
     heads, groups = (max(count // tp, 1) for count in config.model.padded_heads)
-    shared = (
-        repeats_for_heads(groups, heads, cp) is not None if _on_torch(config) else groups % cp == 0
-    )
-    if not shared:
+    if not _can_share_heads(config, groups, heads, cp):
         yield (
             f"model.cp_comm_type=a2a with model.context_parallel_size={cp} cannot share the {heads} query and "
             f"{groups} key heads of a tensor-parallel rank: use all_gather or a smaller size"
@@ -186,14 +184,25 @@ def cp_a2a_divides_heads(config: RunConfig, world_size: int) -> Iterator[str]:
 
 
 def cp_comm_type_is_available(config: RunConfig, world_size: int) -> Iterator[str]:
-    """The attention backend supports only some communication types."""
-    unknown = sorted(_cp_kinds(config) - {"all_gather", "a2a"})
-    if unknown and config.model.context_parallel_size > 1 and _on_torch(config):
-        yield f"model.cp_comm_type={', '.join(unknown)} needs Transformer Engine: use all_gather or a2a"
+    """Attention knows four communication types, of which some exclude other settings."""
+    model = config.model
+    kinds = _cp_kinds(config)
+    if model.context_parallel_size == 1:
+        return
+    unknown = sorted(kinds - set(CP_KINDS))
+    if unknown:
+        yield f"model.cp_comm_type={', '.join(unknown)}: use one of {', '.join(CP_KINDS)}"
+    rings = sorted(kinds & set(RING_KINDS))
+    if rings and _on_torch(config) and model.attention_dropout > 0:
+        yield (
+            f"model.cp_comm_type={', '.join(rings)} with model.attention_dropout={model.attention_dropout}: a ring "
+            "computes blocks again in the backward pass, set model.attention_dropout=0 or "
+            "model.cp_comm_type=all_gather"
+        )
 
 
 def hierarchical_cp_has_two_levels(config: RunConfig, world_size: int) -> Iterator[str]:
-    """Transformer Engine exchanges heads within the first level and passes keys and values around in the second."""
+    """Heads are exchanged within the first level, and keys and values travel around the second."""
     model = config.model
     size = config.model.context_parallel_size
     sizes = model.hierarchical_context_parallel_sizes
@@ -201,9 +210,10 @@ def hierarchical_cp_has_two_levels(config: RunConfig, world_size: int) -> Iterat
     asked = size > 1 and "a2a+p2p" in _cp_kinds(config)
     if not sizes and not asked:
         return
-    groups = max(model.padded_heads[1] // model.tensor_model_parallel_size, 1)
+    tp = model.tensor_model_parallel_size
+    heads, groups = (max(count // tp, 1) for count in model.padded_heads)
     two_levels = sizes is not None and len(sizes) == 2 and math.prod(sizes) == size
-    divides = bool(sizes and groups % sizes[0] == 0)
+    divides = bool(sizes) and _can_share_heads(config, groups, heads, sizes[0])
     needs = {
         "model.cp_comm_type=a2a+p2p": asked,
         f"two sizes whose product is model.context_parallel_size={size}": two_levels,
@@ -289,6 +299,15 @@ def replicas_divide_batch(config: RunConfig, world_size: int) -> Iterator[str]:
 
 def _on_torch(config: RunConfig) -> bool:
     return resolve_backend(config.model.backend) == "torch"
+
+
+def _can_share_heads(config: RunConfig, groups: int, heads: int, ranks: int) -> bool:
+    """Return whether ``ranks`` can share query and key heads evenly; the torch backend may repeat the latter."""
+    return (
+        repeats_for_heads(groups, heads, ranks) is not None
+        if _on_torch(config)
+        else groups % ranks == 0
+    )
 
 
 def _cp_kinds(config: RunConfig) -> set[str]:

@@ -246,6 +246,12 @@ REQUIREMENTS = [
         needs=[Equals("optimizer.fp16", False)],
         remedy="Muon has no loss scaling, use mixed_precision=bf16_mixed",
     ),
+    # layer_wise_optimizer.py of Megatron-Core 0.19.2 prepares the gradients of torch's optimizers for bf16 only
+    Requirement(
+        On("optimizer.use_layer_wise_distributed_optimizer"),
+        needs=[Equals("optimizer.optimizer", "muon"), Equals("model.bf16", True)],
+        remedy="or switch it off",
+    ),
     # only the distributed optimizer gathers weights, in the order of the reduced buckets
     Requirement(
         On("ddp.overlap_param_gather"),
@@ -334,15 +340,11 @@ REQUIREMENTS = [
         ],
         remedy="or switch it off",
     ),
-    # FSDP has one chunk for each rank, and projections to a teacher's width are used outside of the forward pass, where
-    # weights are sharded; the other features that are refused are untested
+    # projections to a teacher's width are used outside of the forward pass, where weights are sharded; the other
+    # features that are refused are untested
     Requirement(
         AnyOf(On("dist.use_torch_fsdp2"), On("ddp.use_megatron_fsdp")),
         needs=[
-            Equals("model.pipeline_model_parallel_size", 1),
-            Equals("model.hybrid_override_pattern", None),
-            Equals("model.experimental_attention_variant", None),
-            Equals("model.heterogeneous_block_specs", False),
             Equals("model.fp16", False),
             Equals("model.fp8", None),
             Equals("model.fp4", None),
@@ -351,6 +353,8 @@ REQUIREMENTS = [
             Equals("optimizer.optimizer_cpu_offload", False),
             Equals("optimizer.use_precision_aware_optimizer", False),
             AnyOf(Equals("distill", None), Equals("distill.hidden_layers", {})),
+            AnyOf(Equals("distill", None), Equals("model.pipeline_model_parallel_size", 1)),
+            AnyOf(Equals("dpo", None), Equals("model.pipeline_model_parallel_size", 1)),
             Equals("rng.data_parallel_random_init", False),
             AnyOf(Equals("inprocess_restart", None), Equals("inprocess_restart.enabled", False)),
         ],

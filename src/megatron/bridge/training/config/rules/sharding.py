@@ -48,8 +48,19 @@ def megatron_fsdp_settings_are_supported(config: RunConfig, world_size: int) -> 
     wrong = [
         f"ddp.{name}={value} must be {usual}" for name, value, usual in _others(config.ddp, allowed)
     ]
-    # its buffers have one group of replicas
-    wrong += [f"model.{name} must be {value}" for name, value in _split_experts(config)]
+    # finalize_model_grads.py:_allreduce_embedding_grad of Megatron-Core 0.19.2 adds up the ``_local_tensor`` of both
+    # stages, which have different rows, and assigns it as the gradient of the whole weight
+    stages = config.model.pipeline_model_parallel_size
+    if stages > 1 and config.model.share_embeddings_and_output_weights:
+        wrong.append(
+            f"model.pipeline_model_parallel_size={stages} must be 1 with tied embeddings, whose gradients "
+            "Megatron-Core cannot add up over stages (dist.use_torch_fsdp2=true can)"
+        )
+    if stages > 1 and config.model.mtp_num_layers:
+        wrong.append(
+            f"model.pipeline_model_parallel_size={stages} must be 1 with model.mtp_num_layers, whose embedding's "
+            "gradients Megatron-Core cannot add up over stages (dist.use_torch_fsdp2=true can)"
+        )
     if config.optimizer.log_num_zeros_in_grad:
         wrong.append(
             "optimizer.log_num_zeros_in_grad must be false (it would count tensor-parallel copies)"
@@ -57,15 +68,6 @@ def megatron_fsdp_settings_are_supported(config: RunConfig, world_size: int) -> 
     if config.model.init_model_with_meta_device:
         wrong.append("model.init_model_with_meta_device must be false")
     yield from _refused("ddp.use_megatron_fsdp", wrong)
-
-
-def _split_experts(config: RunConfig) -> Iterator[tuple[str, int]]:
-    model = config.model
-    tensor = model.tensor_model_parallel_size
-    if model.num_moe_experts and model.expert_model_parallel_size > 1:
-        yield "expert_model_parallel_size", 1
-    if model.num_moe_experts and model.expert_tensor_ranks != tensor:
-        yield "expert_tensor_parallel_size", tensor
 
 
 def _others(ddp: Any, allowed: dict[str, tuple[Any, ...]]) -> list[tuple[str, Any, str]]:
