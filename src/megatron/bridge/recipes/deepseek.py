@@ -14,7 +14,6 @@ from megatron.bridge.recipes.options import (
 
 DEEPSEEK_V2_LITE = "deepseek-ai/DeepSeek-V2-Lite"
 _V2_PRETRAIN: PretrainOptions = {"seq_length": 4096, "global_batch_size": 4608}
-_LAYOUT = layout(tp=8, pp=4, vp=5, ep=16, etp=1)
 
 deepseek_v2_lite_pretrain_config = pretrain_recipe(
     DEEPSEEK_V2_LITE,
@@ -29,10 +28,11 @@ deepseek_v2_lite_pretrain_config = pretrain_recipe(
 deepseek_v2_pretrain_config = pretrain_recipe(
     "deepseek-ai/DeepSeek-V2",
     _V2_PRETRAIN,
-    _LAYOUT,
+    layout(tp=4, pp=16, ep=8, etp=1),
     what="DeepSeek-V2 236B pretraining",
     gpus=128,
-    memory_gb=60,
+    memory_gb=63,
+    pipeline_layout="Etttt|(tttt|)*14L",
     lr=2.4e-4,
     min_lr=2.4e-5,
 )
@@ -46,7 +46,7 @@ deepseek_v2_lite_finetune_config = finetune_recipe(
 )
 deepseek_v2_finetune_config = finetune_recipe(
     "deepseek-ai/DeepSeek-V2",
-    _LAYOUT,
+    layout(tp=8, pp=4, vp=5, ep=16, etp=1),
     what="DeepSeek-V2 236B full fine-tuning",
     gpus=128,
     memory_gb=60,

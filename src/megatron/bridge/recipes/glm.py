@@ -26,10 +26,11 @@ glm4_9b_chat_pretrain_config = pretrain_recipe(
 )
 glm4_32b_pretrain_config = pretrain_recipe(
     "zai-org/GLM-4-32B-0414",
-    layout(tp=8),
+    layout(tp=2, cp=2, pp=8),
     what="GLM-4 32B pretraining",
     gpus=32,
-    memory_gb=56,
+    memory_gb=64,
+    pipeline_layout="E(tttttttt|)*7tttttL",
     seq_length=8192,
     lr=2e-4,
 )

@@ -43,10 +43,11 @@ olmo3_7b_pretrain_config = pretrain_recipe(
 )
 flexolmo_33b_pretrain_config = pretrain_recipe(
     "allenai/FlexOlmo-7x7B-1T",
-    layout(tp=8),
+    layout(tp=2, pp=4),
     what="FlexOlmo 33B pretraining",
     gpus=32,
-    memory_gb=51,
+    memory_gb=64,
+    recompute=["layernorm", "moe_act"],
     seq_length=4096,
     lr=2e-4,
 )

@@ -130,7 +130,13 @@ opt_1p3b_pretrain_config = pretrain_recipe(
     lr=3e-4,
 )
 phi2_2p7b_pretrain_config = pretrain_recipe(
-    "microsoft/phi-2", what="Phi-2 2.7B pretraining", gpus=8, memory_gb=28, seq_length=2048, lr=3e-4
+    "microsoft/phi-2",
+    what="Phi-2 2.7B pretraining",
+    gpus=8,
+    memory_gb=47,
+    micro_batch_size=4,
+    seq_length=2048,
+    lr=3e-4,
 )
 phi35_mini_3p8b_pretrain_config = pretrain_recipe(
     "microsoft/Phi-3.5-mini-instruct",
@@ -339,7 +345,8 @@ granite31_1b_a400m_pretrain_config = pretrain_recipe(
     "ibm-granite/granite-3.1-1b-a400m-base",
     what="Granite 3.1 1B-A400M pretraining",
     gpus=8,
-    memory_gb=17,
+    memory_gb=37,
+    micro_batch_size=4,
     seq_length=4096,
     lr=5e-4,
 )
@@ -347,7 +354,9 @@ granite_moe_shared_7b_a1b_pretrain_config = pretrain_recipe(
     MOE_7B_A1B,
     what="Granite MoE Shared 7B-A1B pretraining",
     gpus=8,
-    memory_gb=60,
+    memory_gb=69,
+    micro_batch_size=2,
+    recompute=["layernorm", "moe_act"],
     seq_length=4096,
     lr=5e-4,
 )

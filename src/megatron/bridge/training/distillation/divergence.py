@@ -4,6 +4,7 @@
 Ranks exchange a few numbers per token, never logits. All computations are in fp32 (fp64 for fp64 logits).
 """
 
+import math
 from typing import Any, NamedTuple
 
 import torch
@@ -37,6 +38,31 @@ def kl_divergence(
     which the caller compensates (https://arxiv.org/abs/1503.02531, section 2).
     """
     return _WholeKL.apply(student, teacher.detach(), temperature, group)  # pyright: ignore[reportReturnType]
+
+
+def mixed_divergence(
+    student: Tensor, teacher: Tensor, beta: float, temperature: float, group: dist.ProcessGroup
+) -> Tensor:
+    """The generalized Jensen-Shannon divergence of each token, over the full vocabulary.
+
+    With ``m = beta p_teacher + (1 - beta) p_student`` it is ``beta KL(teacher || m) + (1 - beta) KL(student || m)`` for
+    ``beta`` between 0 and 1 (Agarwal et al. 2024, https://arxiv.org/abs/2306.13649, equation 1), and the limits
+    divided by ``beta`` or ``1 - beta`` at the ends: ``KL(teacher || student)`` for 0, ``KL(student || teacher)`` for 1.
+
+    Args:
+        student: Logits, [..., this rank's shard of the vocabulary].
+        teacher: Logits of the same shape, which get no gradient.
+        beta: Weight of the teacher in the mixture, 0 to 1.
+        temperature: Divides the logits.
+        group: The tensor-parallel ranks.
+
+    Returns:
+        Nats [...], equal on all ranks of ``group``.
+    """
+    if beta == 0.0:
+        return kl_divergence(student, teacher, temperature, group)
+    divergence: Any = _MixedDivergence.apply(student, teacher.detach(), beta, temperature, group)
+    return divergence
 
 
 def top_kl_divergence(
@@ -120,6 +146,58 @@ class _WholeKL(torch.autograd.Function):
         return (gradient * factor).to(gradient.dtype).view(*grads[0].shape, -1), None, None, None
 
 
+class _MixedDivergence(torch.autograd.Function):
+    """Computes blocks of rows, and the gradient in the forward pass, as ``_WholeKL``.
+
+    Of ``beta KL(t || m) + (1 - beta) KL(s || m)`` the derivative by the student's probability ``s_i`` is
+    ``(1 - beta) (log s_i - log m_i)``, up to a constant that the softmax removes; of ``KL(s || t)`` it is
+    ``log s_i - log t_i``. So with ``d = log s - log m`` (or ``log t``) the gradient of a logit is
+    ``factor s_i (d_i - sum_j s_j d_j)``.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        student: Tensor,
+        teacher: Tensor,
+        beta: float,
+        temperature: float,
+        group: dist.ProcessGroup,
+    ) -> Tensor:
+        teacher_rows = teacher.flatten(0, -2)
+        student_rows = student.flatten(0, -2)
+        gradient = torch.empty_like(student_rows)
+        divergences = []
+        factor = 1.0 if beta == 1.0 else 1.0 - beta
+        for rows in _row_blocks(student_rows):
+            log_t = _log_softmax(teacher_rows[rows], temperature, group)
+            log_s = _log_softmax(student_rows[rows], temperature, group)
+            s = log_s.exp()
+            if beta == 1.0:
+                log_m = log_t
+            else:
+                log_m = torch.logaddexp(log_t + math.log(beta), log_s + math.log1p(-beta))
+            difference = torch.where(s > 0, log_s - log_m, 0.0)
+            costs = torch.stack(((s * difference).sum(-1), torch.zeros_like(log_t[:, 0])))
+            if beta < 1.0:
+                t = log_t.exp()
+                costs[1] = torch.where(t > 0, t * (log_t - log_m), 0.0).sum(-1)
+            _reduce(costs, dist.ReduceOp.SUM, group)
+            divergences.append(factor * costs[0] + beta * costs[1])
+            gradient[rows] = factor * s * (difference - costs[0].unsqueeze(-1))
+        ctx.save_for_backward(gradient)
+        ctx.temperature = temperature
+        return torch.cat(divergences).view(student.shape[:-1])
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None, None]:
+        (gradient,) = ctx.saved_tensors
+        factor = grads[0].flatten().unsqueeze(-1) / ctx.temperature
+        scaled = (gradient * factor).to(gradient.dtype)
+        return scaled.view(*grads[0].shape, -1), None, None, None, None
+
+
 class _TopKL(torch.autograd.Function):
     """The gradient is ``q - p`` for top tokens; other tokens share one in proportion to their probability."""
 
@@ -190,6 +268,12 @@ def _masked_out(scaled: Tensor, ids: Tensor, group: dist.ProcessGroup) -> Tensor
     """A copy in which the tokens ``ids`` have probability 0."""
     place, _ = _local_places(ids, scaled.shape[-1], group)
     return torch.nn.functional.pad(scaled, (0, 1)).scatter_(-1, place, MINUS_INFINITY)[..., :-1]
+
+
+def _log_softmax(logits: Tensor, temperature: float, group: dist.ProcessGroup) -> Tensor:
+    """Log probabilities of this rank's shard; minus infinity for logits that are."""
+    scaled = _to_fp32(logits) / temperature
+    return scaled - _log_sum_exp(scaled, group).unsqueeze(-1)
 
 
 def _log_sum_exp(scaled: Tensor, group: dist.ProcessGroup) -> Tensor:
