@@ -16,6 +16,8 @@ from megatron.bridge.data.media.references import MediaReference
 from megatron.bridge.data.records.samples import EncodingReport, Sample, Samples
 
 Row = dict[str, Any]
+TOKEN_KEYS = ("tokens", "labels", "loss_mask", "padding_mask", "position_ids")
+"""Keys of a row with a value for each token."""
 
 
 class RowImages(NamedTuple):
@@ -128,6 +130,23 @@ def make_row(
         np.array([len(sample.tokens) - 1 for sample in samples]), multiple
     ).tolist()
     return _concatenate_samples(samples, lengths, padding, seq_length)
+
+
+def packed_batch(samples: Sequence[Sample], padding: int, multiple: int) -> dict[str, Any]:
+    """A microbatch of one row [1, length] with all samples, as long as they are.
+
+    Args:
+        samples: The samples.
+        padding: The padding token.
+        multiple: Each sample is padded to a multiple of this.
+    """
+    row = make_row(samples, padding, multiple, seq_length=None, has_cu_seqlens=True)
+    bounds = row["cu_seqlens"]
+    return {name: row[name].unsqueeze(0) for name in TOKEN_KEYS} | {
+        "attention_mask": None,
+        "cu_seqlens": bounds,
+        "max_seqlen": int(bounds.diff().max()),
+    }
 
 
 def with_images(row: Row, samples: Sequence[Sample], media: MediaProcessor) -> Row:

@@ -173,10 +173,7 @@ class _MixedDivergence(torch.autograd.Function):
             log_t = _log_softmax(teacher_rows[rows], temperature, group)
             log_s = _log_softmax(student_rows[rows], temperature, group)
             s = log_s.exp()
-            if beta == 1.0:
-                log_m = log_t
-            else:
-                log_m = torch.logaddexp(log_t + math.log(beta), log_s + math.log1p(-beta))
+            log_m = _log_mixture(log_t, log_s, beta)
             difference = torch.where(s > 0, log_s - log_m, 0.0)
             costs = torch.stack(((s * difference).sum(-1), torch.zeros_like(log_t[:, 0])))
             if beta < 1.0:
@@ -268,6 +265,12 @@ def _masked_out(scaled: Tensor, ids: Tensor, group: dist.ProcessGroup) -> Tensor
     """A copy in which the tokens ``ids`` have probability 0."""
     place, _ = _local_places(ids, scaled.shape[-1], group)
     return torch.nn.functional.pad(scaled, (0, 1)).scatter_(-1, place, MINUS_INFINITY)[..., :-1]
+
+
+def _log_mixture(log_t: Tensor, log_s: Tensor, beta: float) -> Tensor:
+    if beta == 1.0:
+        return log_t
+    return torch.logaddexp(log_t + math.log(beta), log_s + math.log1p(-beta))
 
 
 def _log_softmax(logits: Tensor, temperature: float, group: dist.ProcessGroup) -> Tensor:

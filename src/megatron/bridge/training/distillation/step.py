@@ -15,7 +15,7 @@ from megatron.bridge.training.config.blocks.objectives import DistillConfig
 from megatron.bridge.training.distillation.cache import cached_targets
 from megatron.bridge.training.distillation.divergence import (
     TopTokens,
-    kl_divergence,
+    mixed_divergence,
     top_kl_divergence,
     top_tokens,
 )
@@ -112,7 +112,7 @@ class StudentLoss:
         if not isinstance(teacher, Tensor):
             return top_kl_divergence(logits, teacher, temperature, group)
         if count is None:
-            return kl_divergence(logits, teacher, temperature, group)
+            return mixed_divergence(logits, teacher, self.config.jsd_beta, temperature, group)
         return top_kl_divergence(
             logits, top_tokens(teacher, count, temperature, group), temperature, group
         )

@@ -9,13 +9,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megatron.bridge.data.finetuning.rows import make_row
+from megatron.bridge.data.finetuning.rows import packed_batch
 from megatron.bridge.data.records.samples import Sample
 from megatron.bridge.training.config.blocks.reinforcement import GRPOConfig
 from megatron.bridge.training.reinforcement.losses import correction_ratios, token_weights
 from megatron.bridge.training.reinforcement.rollouts import Rollout
-
-TOKEN_KEYS = ("tokens", "labels", "loss_mask", "padding_mask", "position_ids")
 
 
 @dataclass(frozen=True)
@@ -75,14 +73,9 @@ def _make_batch(
     shape: BatchShape,
     settings: GRPOConfig,
 ) -> dict[str, Any]:
-    row = make_row(
-        [_sample_of(rollouts[index]) for index in chosen],
-        shape.padding,
-        shape.multiple,
-        seq_length=None,
-        has_cu_seqlens=True,
-    )
-    bounds = row["cu_seqlens"].tolist()
+    samples = [_sample_of(rollouts[index]) for index in chosen]
+    batch = packed_batch(samples, shape.padding, shape.multiple)
+    bounds = batch["cu_seqlens"].tolist()
     values: dict[str, Tensor] = {
         name: torch.zeros(bounds[-1], device="cpu")
         for name in (
@@ -112,15 +105,12 @@ def _make_batch(
         places[span] = torch.where(is_written, flat_places, -1)
         for name, log_probs in _known_log_probs(rollout, settings).items():
             values[name][span] = log_probs
-    tensors = {name: row[name] for name in TOKEN_KEYS} | values | {"places": places}
+    tensors = values | {"places": places}
     if experts is not None:
         tensors["experts"] = experts
-    return {name: value.unsqueeze(0) for name, value in tensors.items()} | {
-        "attention_mask": None,
-        "cu_seqlens": row["cu_seqlens"],
-        "max_seqlen": int(np.diff(bounds).max()),
-        "prompt_lengths": [len(rollouts[index].prompt_tokens) for index in chosen],
-    }
+    batch |= {name: value.unsqueeze(0) for name, value in tensors.items()}
+    batch["prompt_lengths"] = [len(rollouts[index].prompt_tokens) for index in chosen]
+    return batch
 
 
 def _unset_experts(rollout: Rollout, tokens: int, settings: GRPOConfig) -> Tensor | None:

@@ -2,7 +2,6 @@
 """What training on rewards does before each step: generate, score, and fill the batches of the step."""
 
 import math
-from collections import deque
 from collections.abc import Sequence
 from contextlib import ExitStack
 from typing import Any
@@ -17,6 +16,7 @@ from megatron.bridge.checkpoint.collective import on_first_rank
 from megatron.bridge.data.finetuning.rows import EpochRows
 from megatron.bridge.training.callbacks.base import Callback
 from megatron.bridge.training.config.blocks.reinforcement import GRPOConfig
+from megatron.bridge.training.generation import engine_config
 from megatron.bridge.training.optim.optimizer import gathered_params
 from megatron.bridge.training.reinforcement.batches import (
     BatchShape,
@@ -33,7 +33,6 @@ from megatron.bridge.training.reinforcement.rollouts import (
     Generation,
     PromptStream,
     Rollout,
-    engine_config,
     evaluate_prompts,
     generate_rollouts,
 )
@@ -43,6 +42,7 @@ from megatron.bridge.training.reinforcement.step import PolicyStep
 from megatron.bridge.training.reinforcement.tools import Toolbox
 from megatron.bridge.training.state import Run
 from megatron.bridge.training.step.losses import LossReport
+from megatron.bridge.training.step.refilled_batches import RefilledBatches
 from megatron.bridge.utils import distributed
 from megatron.bridge.utils.console import print_rank_0
 from megatron.bridge.utils.distributed import broadcast_object
@@ -50,23 +50,6 @@ from megatron.bridge.utils.errors import UserError
 from megatron.bridge.utils.user_functions import NamedFunction
 
 ROW_MULTIPLE = 8  # of the rows that the engine computes together
-
-
-class RefilledBatches:
-    """An iterator over microbatches that are added step by step."""
-
-    def __init__(self) -> None:
-        self._batches: deque[dict[str, Any]] = deque()
-
-    def __iter__(self) -> "RefilledBatches":
-        return self
-
-    def __next__(self) -> dict[str, Any]:
-        assert self._batches, "a step reads no more microbatches than it was given"
-        return self._batches.popleft()
-
-    def refill(self, batches: Sequence[dict[str, Any]]) -> None:
-        self._batches = deque(batches)
 
 
 class Rollouts(Callback):

@@ -1,16 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Completions of prompts by the package's engine, on the weights that are trained.
 
-The engine runs in the same processes and layout as the training and reads its weights, so nothing is copied. All
-ranks call the same functions; each data-parallel rank computes its share, and every rank gets all results.
+All ranks call the same functions; each data-parallel rank computes its share, and every rank gets all results.
 """
 
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,16 +16,12 @@ from torch import Tensor
 from megatron.bridge.data.finetuning.rows import EpochRows
 from megatron.bridge.data.prompts.prompts import Prompt, prompt_at
 from megatron.bridge.data.records.chat_template import template_text
-from megatron.bridge.data.records.end_tokens import end_of_turn, end_tokens
-from megatron.bridge.data.tokenizer import HuggingFaceTokenizer
 from megatron.bridge.inference.conversations.planning import ChatPlan
-from megatron.bridge.inference.engine import Engine, EngineConfig, InferenceJob
+from megatron.bridge.inference.engine import Engine, InferenceJob
 from megatron.bridge.inference.prompts import PromptReader
 from megatron.bridge.inference.requests import NOT_FINITE, Sampling
-from megatron.bridge.models.chunk_info import evaluation_mode
-from megatron.bridge.training.config import ConfigContainer
 from megatron.bridge.training.config.blocks.reinforcement import GRPOConfig
-from megatron.bridge.training.optim.optimizer import gathered_params
+from megatron.bridge.training.generation import open_engine, transformers_tokenizer
 from megatron.bridge.training.reinforcement.advantages import (
     Scores,
     score_rewards,
@@ -138,7 +131,7 @@ def generate_rollouts(
     count = run.config.train.global_batch_size * settings.steps_per_generation
     needed = count // settings.num_generations
     started = time.perf_counter()
-    with _open_engine(run, settings) as engine:
+    with open_engine(run, settings) as engine:
         turns = tool_turns(run, settings, toolbox) if toolbox else None
         groups: list[_Group] = []
         tables: list[Tensor] = []
@@ -203,7 +196,7 @@ def evaluate_prompts(
     count = settings.num_generations_eval or settings.num_generations
     completions = run.config.validation.eval_iters * run.config.train.global_batch_size
     needed = min(max(1, completions // count), prompts.count)
-    with _open_engine(run, settings) as engine:
+    with open_engine(run, settings) as engine:
         turns = tool_turns(run, settings, toolbox) if toolbox else None
         drawn = [prompts.draw() for _ in range(needed)]
         groups = complete_prompts(run, engine, settings, drawn, count, turns)
@@ -212,50 +205,9 @@ def evaluate_prompts(
     return metrics if turns is None else metrics | _tool_metrics(groups)
 
 
-@contextmanager
-def _open_engine(run: Run, settings: GRPOConfig) -> Iterator[Engine]:
-    """An engine on the weights of the run, which are as they were behind it."""
-    with (
-        gathered_params(run.model),
-        evaluation_mode(run.model),
-        Engine(run.model, engine_config(run, settings), _transformers_tokenizer(run)) as engine,
-    ):
-        yield engine
-
-
-def engine_config(run: Run, settings: GRPOConfig) -> EngineConfig:
-    """The limits of generation.
-
-    Weights are not packed on CPUs: that replaces their memory, which is a part of the buffers of the optimizer.
-    """
-    vocabulary = run.config.model.vocab_size
-    assert vocabulary is not None, "a run has resolved the vocabulary"
-    return EngineConfig(
-        max_context=run.config.dataset.seq_length,
-        vocabulary=vocabulary,  # that of the loss, which may be larger than the tokenizer's
-        ends=end_ids(run.config, run.tokenizer),
-        kv_memory=settings.kv_memory,
-        max_requests=settings.max_requests,
-    )
-
-
-def end_ids(config: ConfigContainer, tokenizer: Any) -> frozenset[int]:
-    """The tokens that end a completion, as in chats with the finished model."""
-    if not isinstance(tokenizer, HuggingFaceTokenizer):
-        return frozenset({tokenizer.eod})
-    folder = Path(tokenizer.path)
-    template = template_text(getattr(config.dataset, "chat_template", None))
-    ends = end_tokens(tokenizer.hf, folder if folder.is_dir() else None)
-    return ends | {tokenizer.eod} | end_of_turn(tokenizer.hf, template)
-
-
-def _transformers_tokenizer(run: Run) -> Any:
-    return run.tokenizer.hf if isinstance(run.tokenizer, HuggingFaceTokenizer) else None
-
-
 def tool_turns(run: Run, settings: GRPOConfig, toolbox: Toolbox) -> ToolTurns:
     """What reads the calls of answers, for the tokenizer and the chat template of a run."""
-    tokenizer = _transformers_tokenizer(run)
+    tokenizer = transformers_tokenizer(run)
     if tokenizer is None:
         raise UserError(
             "grpo.tools needs a Hugging Face tokenizer with a chat template: set tokenizer"

@@ -4,7 +4,7 @@
 from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
-from megatron.bridge.utils.config.ranges import ABOVE_ZERO, AT_LEAST_ZERO, Range
+from megatron.bridge.utils.config.ranges import ABOVE_ZERO, AT_LEAST_ONE, AT_LEAST_ZERO, Range
 
 
 @dataclass(kw_only=True)
@@ -12,7 +12,8 @@ class DistillConfig:
     """What a student learns from its teacher, in addition to the next token or instead of it.
 
     The loss of a token is ``ce_weight * CE + kl_weight * temperature**2 * KL(teacher || student) + hidden_weight *
-    hidden``. Tokens are averaged as in any other run. The weights need not add up to 1.
+    hidden``; ``jsd_beta`` selects another divergence. Tokens are averaged as in any other run. The weights need not
+    add up to 1.
     """
 
     teacher: str | None = None
@@ -36,6 +37,22 @@ class DistillConfig:
     """Layer of the student -> layer of the teacher to match. Outputs are compared before the final norm, and
     layers count from 1. If the widths differ, a linear map from student to teacher is trained with the student.
     """
+    jsd_beta: Annotated[float, Range(least=0, most=1)] = 0.0
+    """0 learns ``KL(teacher || student)``, 1 ``KL(student || teacher)``. In between it is the weight of the teacher in
+    the mixture of the generalized Jensen-Shannon divergence (``beta`` of TRL's ``GKDConfig``).
+    """
+    on_policy_fraction: Annotated[float, Range(least=0, most=1)] = 0.0
+    """Fraction of the steps in which the student learns on answers that it has written itself to the prompts of the
+    data (``lmbda`` of TRL's ``GKDConfig``). The cross entropy of such a step is that of the student's own answers.
+    """
+    max_completion_length: Annotated[int, AT_LEAST_ONE] = 128
+    """Tokens of such an answer, at most."""
+    completion_temperature: Annotated[float, ABOVE_ZERO] = 1.0
+    """Divides the logits when the student writes."""
+    kv_memory: Annotated[int, ABOVE_ZERO] = 4 << 30
+    """Bytes for the caches of generation on each rank. They exist only while the student writes."""
+    max_requests: Annotated[int, AT_LEAST_ONE] = 128
+    """Answers that a data-parallel rank writes at the same time."""
     cache: str | None = None
     """Folder with the teacher's ``top_k`` logits of the training data, as ``--mode cache-teacher`` writes it. With
     a cache, no teacher runs.

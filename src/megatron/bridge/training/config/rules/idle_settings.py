@@ -195,6 +195,15 @@ FEATURES = [
             "ft.simulated_fault_base_delay",
         ],
     ),
+    Feature(
+        On("distill.on_policy_fraction"),
+        settings=[
+            "distill.max_completion_length",
+            "distill.completion_temperature",
+            "distill.kv_memory",
+            "distill.max_requests",
+        ],
+    ),
     # features whose settings have names with the same beginning
     #
     Feature(

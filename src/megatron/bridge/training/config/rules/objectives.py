@@ -7,6 +7,7 @@ from megatron.bridge.backends.moe.router_replay import check_replay
 from megatron.bridge.data.config import (
     ClassificationDatasetConfig,
     EmbeddingDatasetConfig,
+    FinetuningDatasetConfig,
     PreferenceDatasetConfig,
     PromptDatasetConfig,
     RerankDatasetConfig,
@@ -87,6 +88,11 @@ def distill_settings_are_valid(config: RunConfig, world_size: int) -> Iterator[s
     vocabulary = config.model.vocab_size or float("inf")
     if distill.top_k is not None and not 0 < distill.top_k < vocabulary:
         yield f"distill.top_k={distill.top_k}: must lie between 1 and the vocabulary of {vocabulary}, or be unset"
+    if distill.on_policy_fraction and not isinstance(config.dataset, FinetuningDatasetConfig):
+        yield (
+            f"distill.on_policy_fraction={distill.on_policy_fraction} needs prompts with answers: use a dataset for "
+            "fine-tuning, or set it to 0"
+        )
     for layer in distill.hidden_layers:
         if not 1 <= layer <= layers:
             yield f"distill.hidden_layers: the student has layers 1 to {layers}, not {layer}"

@@ -138,6 +138,16 @@ EXCLUSIONS = [
         )
     ),
     Exclusive(
+        "distill.jsd_beta",
+        "distill.top_k",
+        remedy="other divergences are those of all tokens, unset one of them",
+    ),
+    Exclusive(
+        "distill.on_policy_fraction",
+        "distill.cache",
+        remedy="a cache has no logits of new answers, run the teacher",
+    ),
+    Exclusive(
         "distill.cache",
         "distill.hidden_layers",
         remedy="a cache contains no hidden states, unset the second or run the teacher",
