@@ -36,8 +36,8 @@ def test_the_divergence_from_the_teacher_falls(run_in_process, tmp_path):
     words += ["--texts", teacher / "texts.jsonl", "--layers", "3", "--ffn-hidden-size", "48"]
     assert main([*map(str, words)]) == 0
     config = toy_config(
-        train={"train_iters": 20},
-        optimizer=OptimizerConfig(lr=1e-2, weight_decay=0.0),
+        train={"train_iters": 40},
+        optimizer=OptimizerConfig(lr=3e-3, weight_decay=0.0),
         validation=ValidationConfig(),
         checkpoint=CheckpointConfig(
             pretrained_checkpoint=str(tmp_path / "student"), save=str(tmp_path / "run")
@@ -50,7 +50,7 @@ def test_the_divergence_from_the_teacher_falls(run_in_process, tmp_path):
     losses = Losses()
     distill(config, callbacks=[losses])
     leave()
-    assert losses.kl[-1] < 0.8 * losses.kl[0]
+    assert sum(losses.kl[-5:]) < 0.8 * sum(losses.kl[:5])
     words = ["export", "--hf-model", tmp_path / "student", "--megatron-path", tmp_path / "run"]
     assert main([*map(str, words), "--hf-path", str(tmp_path / "out")]) == 0
     exported, info = transformers.AutoModelForCausalLM.from_pretrained(

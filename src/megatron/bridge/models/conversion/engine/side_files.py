@@ -146,7 +146,9 @@ def _padding_token(directory: Path, config: Mapping[str, Any]) -> dict[str, Any]
     name: str = cast(Any, token)["content"] if isinstance(token, dict) else token
     tokenizer = _json_file(directory / "tokenizer.json")
     vocabulary: Any = tokenizer.get("model", {}).get("vocab", {})
-    ids: dict[str, int] = dict(vocabulary) if isinstance(vocabulary, dict) else {}
+    ids: dict[str, int] = {}
+    if isinstance(vocabulary, dict):
+        ids |= cast("dict[str, int]", vocabulary)
     ids |= {added["content"]: added["id"] for added in tokenizer.get("added_tokens", [])}
     for token_id, added in settings.get("added_tokens_decoder", {}).items():
         ids[added["content"]] = int(token_id)
