@@ -61,6 +61,20 @@ output_dir: runs/factory
 """
 
 
+def test_regularization_and_the_batch_of_evaluations():
+    values = {
+        "max_length": 64,
+        "neftune_noise_alpha": 5,
+        "label_smoothing_factor": 0.1,
+        "per_device_eval_batch_size": 4,
+    }
+    settings = translate(values, ranks=2).translation.settings
+    assert json.loads(settings["train.neftune_noise_alpha"]) == 5
+    assert json.loads(settings["train.label_smoothing"]) == 0.1
+    assert json.loads(settings["validation.eval_micro_batch_size"]) == 4
+    assert json.loads(settings["validation.eval_global_batch_size"]) == 8
+
+
 def test_axolotl():
     run = translate(yaml_text.read(AXOLOTL.format(model="m", data="d.jsonl")), ranks=8)
     found = run.translation

@@ -57,6 +57,7 @@ ALLOWED = {
     "models/vision/tower.py _dummy_tiles torch.tensor": "the same",
     "models/vision/tower.py dummy_media torch.ones": "the same",
     "models/vision/tower.py dummy_media torch.tensor": "the same",
+    "training/step/embedding_noise.py sample_lengths .tolist()": "bounds of samples, on the host",
     "models/vision/media.py select torch.tensor": "indices from the host, moved to their tensor",
     "models/vision/sharing.py _exchanged_sizes .tolist()": "sizes of images that ranks share; docs/gpu.md names it",
     "models/vision/sharing.py _exchanged_sizes torch.tensor": "indices on the host",

@@ -352,6 +352,10 @@ def _set_batch_size(given: Mapping[str, Any], ranks: int, run: TrainerRun) -> No
     factors = [given.get(key, run.framework.defaults[key]) for key in _BATCH]
     label = f"{' x '.join(_BATCH)} x {ranks} ranks"
     run.translation.set("train.global_batch_size", math.prod(factors) * ranks, label)
+    name = "per_device_eval_batch_size"
+    if name in given:
+        samples = given[name] * ranks
+        run.translation.set("validation.eval_global_batch_size", samples, f"{name} x {ranks} ranks")
 
 
 def _set_generation(given: Mapping[str, Any], ranks: int, run: TrainerRun) -> None:

@@ -11,6 +11,7 @@ from megatron.bridge.cli.support.parser import NamedPaths, Parser, count
 from megatron.bridge.utils.atomic import read_text
 from megatron.bridge.utils.errors import UserError
 from megatron.bridge.utils.optional_imports import import_optional
+from megatron.bridge.utils.telemetry import EXTRA
 
 KEY_VARIABLE = "MEGATRON_BRIDGE_API_KEY"
 PACKAGES = ("fastapi", "uvicorn", "prometheus_client")
@@ -89,6 +90,11 @@ def add_arguments(parser: Parser) -> None:
         metavar="S",
         help="seconds to finish after SIGTERM (600)",
     )
+    server.add_argument(
+        "--otel-service-name",
+        metavar="NAME",
+        help="send a span of each request over OpenTelemetry's protocol (the extra otel)",
+    )
     parser.add_argument(
         "--embed",
         action="store_true",
@@ -106,6 +112,9 @@ def run(args: argparse.Namespace) -> int:
     model_options.check_paths(args)
     for package in PACKAGES:
         import_optional(package, "megatron-bridge serve", "serve", is_setting=False)
+    if args.otel_service_name is not None:
+        name = f"--otel-service-name {args.otel_service_name}"
+        import_optional("opentelemetry.sdk.trace", name, EXTRA, is_setting=False)
     from megatron.bridge.inference.server.run import ServeConfig, serve
 
     if "RANK" in os.environ:
@@ -131,6 +140,7 @@ def run(args: argparse.Namespace) -> int:
         drain_seconds=args.drain_timeout,
         tool_parser=args.tool_parser,
         adapter_root=args.adapter_root,
+        otel_service_name=args.otel_service_name,
     )
     options = {
         **model_options.llm_options(args),

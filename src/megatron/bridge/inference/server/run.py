@@ -34,6 +34,7 @@ from megatron.bridge.inference.server.planner import RequestPlanner
 from megatron.bridge.inference.server.pooling_app import PoolingServer, make_pooling_app
 from megatron.bridge.inference.workers import Workers
 from megatron.bridge.utils.errors import UserError
+from megatron.bridge.utils.telemetry import RequestSpans, Telemetry
 
 LARGE_PATHS = frozenset(
     {
@@ -249,6 +250,7 @@ class ServeConfig:
     drain_seconds: float = 600.0  # time limit of running requests after SIGTERM
     tool_parser: str | None = None  # format of calls of tools; None takes the chat template's
     adapter_root: Path | None = None  # folder of adapters that clients may load and unload
+    otel_service_name: str | None = None  # name of the service in OpenTelemetry; None sends nothing
 
 
 def serve(path: str, options: dict[str, Any], config: ServeConfig) -> None:
@@ -350,9 +352,13 @@ class _Run(ABC):
         app, body_bytes = self._make_app()
         app.router.lifespan_context = self._lifespan
         drop_note_of_uvicorn()
+        guarded: Any = Guard(app, GuardConfig(self._config.api_key, hosts, body_bytes))
+        telemetry = self._make_telemetry()
+        if telemetry is not None:
+            guarded = RequestSpans(guarded, telemetry)
         self._uvicorn = _Uvicorn(
             uvicorn.Config(
-                Guard(app, GuardConfig(self._config.api_key, hosts, body_bytes)),
+                guarded,
                 lifespan="on",
                 log_level="warning",
                 access_log=False,
@@ -363,8 +369,18 @@ class _Run(ABC):
             )
         )
         self._uvicorn.run(sockets=[sock])
+        if telemetry is not None:
+            telemetry.close()
         if self._reason is not None:
             raise UserError(f"the server has ended: {self._reason}")
+
+    def _make_telemetry(self) -> Telemetry | None:
+        service = self._config.otel_service_name
+        if service is None:
+            return None
+        key = f"--otel-service-name {service}"
+        model = {"gen_ai.request.model": self._config.name}
+        return Telemetry(service, key, model, is_setting=False)
 
     @asynccontextmanager
     async def _lifespan(self, _: Any) -> AsyncIterator[None]:

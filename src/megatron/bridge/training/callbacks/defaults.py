@@ -27,6 +27,7 @@ from megatron.bridge.training.callbacks.observe.first_step import FirstStepForec
 from megatron.bridge.training.callbacks.observe.logging import Logging
 from megatron.bridge.training.callbacks.observe.profiling import Profiling, StopProfiling
 from megatron.bridge.training.callbacks.observe.sample_generation import GenerationSamples
+from megatron.bridge.training.callbacks.observe.telemetry import TelemetryOutput
 from megatron.bridge.training.config import ConfigContainer
 from megatron.bridge.training.step.embedding_noise import EmbeddingNoise
 
@@ -43,8 +44,12 @@ def default_callbacks(
     trains = not config.train.skip_train
     keeps_best = config.validation.patience or config.checkpoint.keep_best
     copies_to_hf = config.checkpoint.also_save_hf_checkpoint
+    telemetry = None
+    if config.logger.otel_service_name is not None:
+        telemetry = TelemetryOutput(config)
     callbacks: list[Callback | None] = [
-        monitor,  # first, so that the step ends before the other callbacks run
+        telemetry,  # closed last, with all that the others have logged
+        monitor,  # so that the step ends before the other callbacks run
         # these watch the hooks of all later callbacks
         None if hang is None else HangDetection(hang),
         None if config.straggler is None else StragglerDetection(config.straggler),
@@ -58,7 +63,7 @@ def default_callbacks(
         ParamGather(),  # after the last step, before anything reads the weights
         EmbeddingNoise(noise) if noise and trains else None,
         FirstStepForecast(),
-        Logging(config),  # a step is logged before it is evaluated
+        Logging(config, telemetry),  # a step is logged before it is evaluated
         profiling
         and StopProfiling(profiling),  # writing profiles does not count as time of the step
         NaNGuard(),  # a step with NaN is logged, but neither evaluated nor saved

@@ -99,10 +99,10 @@ class EmbeddingNoise(Callback):
 def sample_lengths(batch: dict[str, Any]) -> Tensor:
     """Return for each position [rows, sequence] the tokens of its sample without padding, and 1 where it is padding."""
     tokens = batch["tokens"]
-    counted = torch.ones(tokens.shape)
+    counted = torch.ones_like(tokens, dtype=torch.float32)
     if "padding_mask" in batch:
-        counted = (~batch["padding_mask"]).float().cpu()
-    lengths = torch.empty(tokens.shape)
+        counted = (~batch["padding_mask"]).float()
+    lengths = torch.empty_like(counted)
     bounds = bounds_on_host(batch)
     for start, stop in zip(bounds[:-1].tolist(), bounds[1:].tolist(), strict=True):
         lengths[:, start:stop] = counted[:, start:stop].sum(1, keepdim=True)

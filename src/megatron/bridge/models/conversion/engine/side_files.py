@@ -143,10 +143,12 @@ def _padding_token(directory: Path, config: Mapping[str, Any]) -> dict[str, Any]
     token = settings.get("pad_token")
     if config.get("pad_token_id") is not None or token is None:
         return {}
-    name = token["content"] if isinstance(token, dict) else token
+    name: str = cast(Any, token)["content"] if isinstance(token, dict) else token
     tokenizer = _json_file(directory / "tokenizer.json")
-    vocabulary = tokenizer.get("model", {}).get("vocab", {})
-    ids = dict(vocabulary) if isinstance(vocabulary, dict) else {}
+    vocabulary: Any = tokenizer.get("model", {}).get("vocab", {})
+    ids: dict[str, int] = {}
+    if isinstance(vocabulary, dict):
+        ids |= cast("dict[str, int]", vocabulary)
     ids |= {added["content"]: added["id"] for added in tokenizer.get("added_tokens", [])}
     for token_id, added in settings.get("added_tokens_decoder", {}).items():
         ids[added["content"]] = int(token_id)

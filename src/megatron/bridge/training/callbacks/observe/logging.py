@@ -27,8 +27,9 @@ class Logging(Callback):
     compute the metrics; the first rank writes them to all outputs.
     """
 
-    def __init__(self, config: ConfigContainer) -> None:
+    def __init__(self, config: ConfigContainer, telemetry: MetricsOutput | None = None) -> None:
         self._config = config
+        self._telemetry = telemetry
         self._outputs: list[MetricsOutput] = []
         self._totals: LossReport = {}
         self._steps = self._samples = 0
@@ -65,6 +66,8 @@ class Logging(Callback):
 
     def _open(self, step: int) -> None:
         self._outputs = outputs(self._config)
+        if self._telemetry is not None:
+            self._outputs.append(self._telemetry)
         for output in self._outputs:
             output.open(step, self._config.train.train_iters)
 

@@ -50,6 +50,10 @@ class LoggerConfig:
     """Port at which the first rank serves the metrics to Prometheus. None serves nothing."""
     prometheus_host: str = "127.0.0.1"
     """Address of that port; ``0.0.0.0`` lets other machines read the metrics, without a password."""
+    otel_service_name: str | None = None
+    """Send spans and metrics over OpenTelemetry's protocol under this name of a service. None sends nothing. The
+    environment variables of OpenTelemetry, such as ``OTEL_EXPORTER_OTLP_ENDPOINT``, say where.
+    """
     peak_tflops: Annotated[float | None, ABOVE_ZERO] = None
     """Peak dense bf16 TFLOP/s of one device, for MFU. None looks the GPU up in a table, and shows no MFU for a GPU
     that is not in it.

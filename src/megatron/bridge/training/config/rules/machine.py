@@ -15,6 +15,7 @@ PACKAGES = {
     "logger.comet_project": ("comet_ml", "comet"),
     "logger.swanlab_project": ("swanlab", "swanlab"),
     "logger.prometheus_port": ("prometheus_client", "prometheus"),
+    "logger.otel_service_name": ("opentelemetry", "otel"),
     "checkpoint.async_strategy": ("nvidia_resiliency_ext", "resiliency"),
 }
 """Setting -> the package that it needs if it is not the default, and the extra that installs the package."""

@@ -1,0 +1,110 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``megatron-bridge prune``: a smaller model from a trained one."""
+
+import argparse
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from megatron.bridge.cli.support import text_format
+from megatron.bridge.cli.support.options import add_hf_model
+from megatron.bridge.cli.support.parser import Parser, count, location_path
+from megatron.bridge.utils.errors import UserError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+DESCRIPTION = (
+    "Make a smaller Hugging Face model from the layers and widths of a trained one that matter "
+    "most for calibration texts (Minitron). Distill it from the trained model afterwards: `train "
+    "--mode distill`."
+)
+EXAMPLES = """example:
+  megatron-bridge prune --hf-model Qwen/Qwen3-0.6B --hf-path pruned --texts texts.jsonl --layers 20 \\
+      --ffn-hidden-size 2304
+"""
+
+
+def add_arguments(parser: Parser) -> None:
+    parser.description = DESCRIPTION
+    parser.epilog = EXAMPLES
+    add_hf_model(parser, description="directory or hub id of the trained model")
+    parser.add_argument(
+        "--hf-path",
+        type=location_path,
+        required=True,
+        metavar="DIR",
+        help="model directory to create",
+    )
+    parser.add_argument(
+        "--texts",
+        type=Path,
+        required=True,
+        metavar="FILE",
+        help="calibration texts: JSONL with the key text, or a text in each line",
+    )
+    parser.add_argument("--layers", type=count, metavar="N", help="layers to keep")
+    parser.add_argument("--hidden-size", type=count, metavar="N", help="channels to keep")
+    parser.add_argument(
+        "--ffn-hidden-size", type=count, metavar="N", help="neurons of each MLP to keep"
+    )
+    parser.add_argument(
+        "--key-heads",
+        type=count,
+        metavar="N",
+        help="key heads of each layer to keep, with their query heads",
+    )
+    parser.add_argument(
+        "--samples",
+        type=count,
+        default=1024,
+        metavar="N",
+        help="texts to read (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--seq-length",
+        type=count,
+        default=1024,
+        metavar="N",
+        help="tokens of a text that count (default: %(default)s)",
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    from megatron.bridge.models.hf_pretrained.causal_lm import PreTrainedCausalLM
+    from megatron.bridge.models.surgery.pruning import PrunedSizes, prune
+
+    sizes = PrunedSizes(args.layers, args.hidden_size, args.ffn_hidden_size, args.key_heads)
+    source = PreTrainedCausalLM(args.hf_model)
+    batches = _batches(source.tokenizer, args.texts, args.samples, args.seq_length)
+    kept_parts = prune(source, args.hf_path, sizes, batches)
+    layers = ", ".join(map(str, kept_parts.layers))
+    text_format.say(f"{args.hf_path}: keeps the layers {layers}, counted from 0")
+    return 0
+
+
+def _batches(tokenizer: Any, path: Path, samples: int, length: int) -> "Iterator[Tensor]":
+    """Yield the token ids of each text, [1, up to ``length`` tokens]."""
+    import torch
+
+    if not path.is_file():
+        raise UserError(f"--texts {path} is not a file: give one with calibration texts")
+    with path.open(encoding="utf-8") as file:
+        for number, line in enumerate(file, start=1):
+            if number > samples:
+                return
+            ids = tokenizer(_text_of(line, path, number))["input_ids"][:length]
+            if ids:
+                yield torch.tensor([ids])
+
+
+def _text_of(line: str, path: Path, number: int) -> str:
+    if path.suffix != ".jsonl":
+        return line.strip()
+    try:
+        return json.loads(line)["text"]
+    except (ValueError, KeyError, TypeError) as error:
+        raise UserError(
+            f"{path}:{number}: a line must be a JSON object with the key text: correct it"
+        ) from error
