@@ -57,7 +57,7 @@ embedding_padding_idx rotary_reversed value_norm global_query_groups hidden_size
 """,
     "optimizer": """
 lr min_lr decoupled_lr weight_decay apply_wd_to_qk_layernorm fp8_recipe fp16 bf16 use_precision_aware_optimizer
-optimizer_cpu_offload
+optimizer_cpu_offload use_layer_wise_distributed_optimizer
 reuse_grad_buf_for_mxfp8_param_ag params_dtype optimizer adam_beta1 adam_beta2 adam_eps decoupled_weight_decay
 sgd_momentum muon_momentum muon_split_qkv muon_nesterov muon_scale_mode muon_fp32_matmul_prec
 muon_coefficient_type muon_num_ns_steps muon_tp_mode muon_extra_scale_factor muon_scalar_optimizer lion_beta1

@@ -201,9 +201,9 @@ REQUIREMENTS = [
         remedy="set both, or remove the first",
     ),
     Requirement(
-        Equals("optimizer.optimizer", "muon"),
+        AnyOf(Equals("optimizer.optimizer", "muon"), Equals("optimizer.optimizer", "lion")),
         needs=[Equals("optimizer.fp16", False)],
-        remedy="Muon has no loss scaling, use mixed_precision=bf16_mixed",
+        remedy="it has no loss scaling, use mixed_precision=bf16_mixed",
     ),
     # layer_wise_optimizer.py of Megatron-Core 0.19.2 prepares the gradients of torch's optimizers for bf16 only
     Requirement(
