@@ -477,6 +477,11 @@ CASES = {
         1,
         ["optimizer.optimizer=adamw", "use adam (it is AdamW"],
     ),
+    "qk_clip_has_whole_groups": (
+        {"model.qk_clip": True, TP: 4},
+        4,
+        [f"model.qk_clip=True with {TP}=4", "num_query_groups=2", "use a divisor"],
+    ),
     "muon_fits_tensor_parallelism": (
         {"optimizer.optimizer": "muon", "optimizer.muon_tp_mode": "blocks"},
         1,
@@ -556,9 +561,9 @@ CASES = {
         ],
     ),
     "unavailable_settings_are_unset": (
-        {"tensor_inspect": 1, "model.qk_clip": True},
+        {"tensor_inspect": 1, "model.hybrid_context_parallel": True},
         1,
-        ["tensor_inspect=1: not available", "model.qk_clip=True: "],
+        ["tensor_inspect=1: not available", "model.hybrid_context_parallel=True: not available"],
     ),
     "hierarchical_cp_has_two_levels": (
         {"model.hierarchical_context_parallel_sizes": [3, 2], CP: 4},

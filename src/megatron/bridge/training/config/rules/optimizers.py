@@ -63,6 +63,18 @@ def muon_fits_tensor_parallelism(config: RunConfig, world_size: int) -> Iterator
         yield f"optimizer.muon_tp_mode={mode}: use one of {', '.join(MUON_TP_MODES)}"
 
 
+def qk_clip_has_whole_groups(config: RunConfig, world_size: int) -> Iterator[str]:
+    """QK clipping scales the queries and keys of a group, which one rank has."""
+    model = config.model
+    tensor = model.tensor_model_parallel_size
+    groups = model.padded_heads[1]
+    if model.qk_clip and not model.multi_latent_attention and groups % tensor:
+        yield (
+            f"model.qk_clip=True with model.tensor_model_parallel_size={tensor}, which does not divide "
+            f"model.num_query_groups={groups}: use a divisor"
+        )
+
+
 def precise_optimizer_is_stored(config: RunConfig, world_size: int) -> Iterator[str]:
     """Narrower dtypes have a scale for each rank's shard, which a checkpoint for any parallel sizes cannot hold."""
     optimizer = config.optimizer

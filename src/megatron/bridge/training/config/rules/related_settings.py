@@ -327,6 +327,29 @@ REQUIREMENTS = [
         ],
         remedy="use ddp.use_distributed_optimizer=true instead",
     ),
+    # it scales whole weights of queries and keys, which nothing may normalize afterwards, and needs all scores
+    Requirement(
+        On("model.qk_clip"),
+        needs=[
+            Equals("ddp.use_distributed_optimizer", False),
+            Equals("ddp.use_megatron_fsdp", False),
+            Equals("dist.use_torch_fsdp2", False),
+            Equals("model.attention_output_gate", False),
+            Equals("model.attention_k_eq_v", False),
+            Equals("model.shared_kv_layers", None),
+            AnyOf(
+                Equals("model.qk_layernorm", False), Equals("model.multi_latent_attention", True)
+            ),
+            Equals("peft", None),
+            Differs("model.experimental_attention_variant", "dsa"),
+            AnyOf(
+                Equals("model.context_parallel_size", 1),
+                Equals("model.cp_comm_type", None),
+                Equals("model.cp_comm_type", "all_gather"),
+            ),
+        ],
+        remedy="or switch it off",
+    ),
     # random samplers and readers distribute samples by whole global batches
     Requirement(
         On("train.rampup_batch_size"),
