@@ -13,8 +13,8 @@ from megatron.bridge.backends.attention.block_mask import (
 from megatron.bridge.backends.attention.largest_scores import largest_scores
 from megatron.bridge.checkpoint import paths
 from megatron.bridge.training.callbacks import Callback
-from megatron.bridge.training.callbacks.core.qk_clip import clip, clipped_attentions
 from megatron.bridge.training.config import DistributedDataParallelConfig, OptimizerConfig
+from megatron.bridge.training.optim.qk_clip import clip, clipped_attentions
 from tests.functional_tests.checkpoint.runs import run_to
 from tests.parity import LATENT
 from tests.toy_run import run_toy
@@ -65,7 +65,7 @@ class Bound(Callback):
     """Scores of one batch before and after clipping to half of the largest."""
 
     def on_train_step_end(self, context):
-        layer = clipped_attentions(context)[0]
+        layer = clipped_attentions(context.model)[0]
         tokens = torch.arange(24)[None]
 
         def largest():
