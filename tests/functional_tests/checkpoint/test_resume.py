@@ -35,6 +35,9 @@ LAYOUTS = {
     "pp2": {"model": PP2},
     "pp2_vp2": {"model": {**PP2, "virtual_pipeline_model_parallel_size": 2}},
     "cp2": {"model": {"context_parallel_size": 2}},
+    "cp2_ring": {
+        "model": {"context_parallel_size": 2, "cp_comm_type": "p2p", "attention_dropout": 0.0}
+    },
     "dp2_sharded": {"ddp": SHARDED},
     "dp2_whole": {"ddp": WHOLE},
     "dp2_overlap": {"ddp": OVERLAP},

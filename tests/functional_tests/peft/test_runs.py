@@ -34,6 +34,12 @@ CASES = {
     ),
     "dora dp2, FSDP2": (DoRA(dim=4), {}, FSDP2),
     "lora tp2, FSDP2": (LoRA(dim=4), {"tensor_model_parallel_size": 2}, FSDP2),
+    "lora pp2, FSDP2": (LoRA(dim=4), {"pipeline_model_parallel_size": 2}, FSDP2),
+    "dora pp2, Megatron-FSDP": (
+        DoRA(dim=4),
+        {"pipeline_model_parallel_size": 2},
+        {"use_megatron_fsdp": True},
+    ),
     "dora dp2, Megatron-FSDP": (DoRA(dim=4), {}, {"use_megatron_fsdp": True}),
 }
 TOLERANCE = 1e-5

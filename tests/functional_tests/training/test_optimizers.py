@@ -235,6 +235,55 @@ def test_muon_orthogonalises_matrices_and_leaves_the_rest_to_adam(run_in_process
     assert followed(make, matrices_decay, **options) <= 1e-5
 
 
+class PlainLion(torch.optim.Optimizer):
+    """Steps by the sign of an average of gradients."""
+
+    def __init__(self, groups):
+        super().__init__(groups, {})
+
+    @torch.no_grad()
+    def step(self):
+        for group in self.param_groups:
+            for weight in group["params"]:
+                average = self.state[weight].setdefault("average", torch.zeros_like(weight))
+                weight.mul_(1 - group["lr"] * group["weight_decay"])
+                weight.sub_(group["lr"] * (0.8 * average + 0.2 * weight.grad).sign())
+                average.mul_(0.9).add_(weight.grad, alpha=0.1)
+
+
+LION = {"optimizer": "lion", "lion_beta1": 0.8, "lion_beta2": 0.9}
+
+
+@muon
+def test_lion_updates_all_weights_by_signs(run_in_process):
+    assert followed(PlainLion, matrices_decay, **LION) <= 1e-5
+
+
+@muon
+def test_lion_resumes_and_goes_on_under_another_layout(two_workers, tmp_path):
+    options = OptimizerConfig(**LION, lr=1e-3)
+    arguments = {"optimizer": options, "mixed_precision": "bf16_mixed"}
+    undisturbed = two_workers.run(
+        run_to, tmp_path, 6, {**arguments, "model": TP2, "checkpoint": SAVING}
+    )
+    paths.write_tracker(tmp_path, 3)
+    assert two_workers.run(run_to, tmp_path, 6, {**arguments, "model": TP2}) == undisturbed
+    paths.write_tracker(tmp_path, 3)
+    elsewhere = two_workers.run(
+        run_to, tmp_path, 6, {**arguments, "train": {"micro_batch_size": 1}}
+    )
+    assert elsewhere[0]["losses"] == pytest.approx(undisturbed[0]["losses"], rel=2e-3)
+
+
+@muon
+def test_lion_updates_what_muon_does_not(two_workers, tmp_path):
+    options = OptimizerConfig(**MUON, muon_scalar_optimizer="lion", lion_beta1=0.9)
+    arguments = {"optimizer": options, "train": {"micro_batch_size": 1}}
+    undisturbed = two_workers.run(run_to, tmp_path, 6, {**arguments, "checkpoint": SAVING})
+    paths.write_tracker(tmp_path, 3)
+    assert two_workers.run(run_to, tmp_path, 6, arguments) == undisturbed
+
+
 MUON = {"optimizer": "muon", "muon_fp32_matmul_prec": "highest", "lr": LR, "weight_decay": DECAY}
 TP2 = {"tensor_model_parallel_size": 2}
 

@@ -236,6 +236,22 @@ def test_mistakes(extra, key, way_out, monkeypatch):
     assert way_out in str(caught.value)
 
 
+def test_weights_in_low_precision():
+    """Where the weights are gathered and where they are kept, as Megatron-LM sets both by one argument."""
+    fp8 = "--fp8-format hybrid --fp8-recipe mxfp8 --fp8-param-gather --reuse-grad-buf-for-mxfp8-param-ag"
+    found = translate(f"{TINY}{RUN}{fp8}").translation.settings
+    for key in (
+        "model.fp8_param",
+        "ddp.fp8_param_gather",
+        "ddp.reuse_grad_buf_for_mxfp8_param_ag",
+        "optimizer.reuse_grad_buf_for_mxfp8_param_ag",
+    ):
+        assert found[key] == "true"
+    fp4 = "--fp4-format e2m1 --fp4-recipe nvfp4 --fp4-param-gather"
+    found = translate(f"{TINY}{RUN}{fp4}").translation.settings
+    assert found["model.fp4_param"] == found["ddp.fp4_param_gather"] == "true"
+
+
 def test_tokenizers():
     """A type is optional; a value that is missing is no crash."""
     line = TINY + RUN + "--tokenizer-model org/name --group-query-attention --num-query-groups"

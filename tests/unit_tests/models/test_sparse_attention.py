@@ -241,3 +241,14 @@ def test_layers_of_further_predictions_have_indexers_of_their_own(tmp_path):
     bridge.save_hf_pretrained(model, tmp_path / "out", show_progress=False)
     assert harness.different_files(case, tmp_path / "out") == []
     assert run(chunk, case.batch[0]).isfinite().all()
+
+
+@pytest.mark.parametrize("kind", ["p2p", "a2a", ["all_gather", "p2p"]])
+def test_queries_need_the_keys_of_all_ranks(case, kind):
+    bridge = harness.AutoBridge.from_hf_pretrained(case.checkpoint)
+    provider = bridge.to_megatron_provider()
+    provider.context_parallel_size = 2
+    provider.cp_comm_type = kind
+    problems = " ".join(provider.feature_problems())
+    assert f"cp_comm_type={kind} is not supported" in problems
+    assert "cp_comm_type='all_gather'" in problems

@@ -69,6 +69,7 @@ ALLOWED = {
     "training/vlm_step.py _places .tolist()": "of the batch on the host, before it is moved",
     "training/step/trained_tokens.py bounds_on_host .numpy()": "of the batch on the host",
     "training/gpt_step.py on_device .tolist()": "of the batch on the host, before it is moved",
+    "training/optim/optimizer.py update_count .item()": "when a checkpoint is saved",
 }
 
 

@@ -488,6 +488,11 @@ CASES = {
         1,
         ["optimizer.optimizer=adamw", "use adam (it is AdamW"],
     ),
+    "qk_clip_has_whole_groups": (
+        {"model.qk_clip": True, TP: 4},
+        4,
+        [f"model.qk_clip=True with {TP}=4", "num_query_groups=2", "use a divisor"],
+    ),
     "muon_fits_tensor_parallelism": (
         {"optimizer.optimizer": "muon", "optimizer.muon_tp_mode": "blocks"},
         1,
@@ -567,13 +572,9 @@ CASES = {
         ],
     ),
     "unavailable_settings_are_unset": (
-        {"tensor_inspect": 1, "optimizer.use_layer_wise_distributed_optimizer": True},
+        {"tensor_inspect": 1, "model.hybrid_context_parallel": True},
         1,
-        [
-            "tensor_inspect=1: not available",
-            "layer_wise_distributed_optimizer=True: not supported",
-            "cannot be saved",
-        ],
+        ["tensor_inspect=1: not available", "model.hybrid_context_parallel=True: not available"],
     ),
     "hierarchical_cp_has_two_levels": (
         {"model.hierarchical_context_parallel_sizes": [3, 2], CP: 4},
@@ -1044,6 +1045,22 @@ def test_every_condition_is_on_a_setting(key):
     owner = others[block] if block in others else type(getattr(toy_config(), block))
     kinds = {"model": [owner, MambaModelProvider]}.get(block, [owner])
     assert not name or any(name in {entry.name for entry in fields(kind)} for kind in kinds)
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("adaptive_muon", ["scale_mode", "use muon"]),
+        ("soap", ["square matrices", "use muon"]),
+        ("dist_muon", ["use muon with", "use_layer_wise_distributed_optimizer=true"]),
+        ("dist_adaptive_muon", ["scale_mode"]),
+    ],
+)
+def test_optimizers_that_are_impossible_say_why(name, words):
+    with pytest.raises(UserError) as refusal:
+        configured({"optimizer.optimizer": name}).validate(1)
+    for word in (f"optimizer.optimizer={name}: ", *words):
+        assert word in str(refusal.value)
 
 
 @pytest.mark.parametrize(("values", "words"), RELATED)

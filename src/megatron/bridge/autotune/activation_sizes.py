@@ -129,7 +129,7 @@ def _has_ring(model: Any) -> bool:
 def _scores_of_tile(config: ConfigContainer, tokens: int) -> int:
     """Return how many scores the torch backend computes at a time with soft-capping, or 0 if a kernel computes them."""
     model: Any = config.model
-    if getattr(model, "attn_logit_softcapping", None) is None:
+    if getattr(model, "attn_logit_softcapping", None) is None and not model.qk_clip:
         return 0
     heads = model.num_attention_heads // model.tensor_model_parallel_size
     batch = config.train.micro_batch_size

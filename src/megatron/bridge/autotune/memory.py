@@ -290,7 +290,10 @@ def _distributed_bytes(
         owned = _owned_parameters_by_layer(groups, replicas, len(stepped), lambda _: True)
     for key in groups:
         stepped += owned[key] * optimizer_bytes(config, key.param_dtype)
-    if config.optimizer.optimizer == "muon":  # Adam updates what is no matrix, with one more moment
+    has_adam = config.optimizer.muon_scalar_optimizer == "adam"
+    if (
+        config.optimizer.optimizer == "muon" and has_adam
+    ):  # Adam updates what is no matrix, with one more moment
         ranks = len(stepped)
         if by_layer:
             of_adam = _owned_parameters_by_layer(groups, replicas, ranks, _is_updated_by_adam)

@@ -180,6 +180,7 @@ GROUPS = [
             "moe_router_padding_for_*",
             "high_priority_a2a_comm_stream",
             "variable_seq_lengths",
+            "qk_clip",
             *_of_layer_features("unpriced"),
         ],
         ddp=[
@@ -197,6 +198,7 @@ GROUPS = [
         ],
         optimizer=[
             "muon_*",
+            "use_layer_wise_distributed_optimizer",
             "overlap_cpu_optimizer_d2h_h2d",
             "soap_*",
             "adaptive_muon_moment2_method",

@@ -51,6 +51,7 @@ from megatron.bridge.backends.attention.block_mask import (
     whole_sequence,
     zigzag_spans,
 )
+from megatron.bridge.backends.attention.largest_scores import largest_scores
 from megatron.bridge.backends.attention.ring_attention import Ring, zigzag_chunks
 from megatron.bridge.backends.attention.sink_attention import CpuFlashKernel
 from megatron.bridge.backends.decoding.attention_cache import AttentionCache
@@ -104,9 +105,10 @@ class TorchAttention(MegatronModule):
         if self.window_size is not None and getattr(config, "chunked_attention", False):
             self.chunk_size = self.window_size[0] + 1
         self.cp_comm_type = self._checked_cp_comm_type(cp_comm_type)
-        self.current_max_attn_logits = None
-        if config.qk_clip or config.log_max_attention_logit:
-            raise UserError("qk_clip and log_max_attention_logit need backend='transformer_engine'")
+        # the largest score of each head since the last step; ``clip_qk`` of Megatron-Core reads it
+        self.current_max_attn_logits: Tensor | None = None
+        if config.log_max_attention_logit:
+            raise UserError("log_max_attention_logit needs backend='transformer_engine'")
         self._make_sinks()
 
     def _checked_cp_comm_type(self, kind: str | None) -> str:
@@ -242,6 +244,7 @@ class TorchAttention(MegatronModule):
             spans = whole_sequence(query.size(0), key.size(0))
         elif (
             mask is None
+            and not self.config.qk_clip
             and self.takes_packed_rows(query, window)
             and packed.cu_seqlens_q_padded is None
         ):
@@ -379,6 +382,8 @@ class TorchAttention(MegatronModule):
         value = _pad_width(value, query)
         if self.chunk_size is not None:
             spans = chunk_spans(spans, self.chunk_size)
+        if self.config.qk_clip and self.training:
+            self._note_largest_scores(query, key, spans, window)
         beyond_sdpa = len(spans) > 1 or window.left is not None or sinks is not None
         if beyond_sdpa and mask is None and self._can_use_flash(query, window):
             return flash_attention.attend_spans(
@@ -405,6 +410,14 @@ class TorchAttention(MegatronModule):
                 (tile.rows, kernel(*parts)) for tile, parts in zip(plan, columns, strict=True)
             ]
         return _join_tiles(pieces, query.size(0), q)[..., :values]
+
+    def _note_largest_scores(
+        self, query: Tensor, key: Tensor, spans: list[QuerySpan], window: AttentionWindow
+    ) -> None:
+        largest = largest_scores(query, key, spans, window, self.scale)
+        if self.current_max_attn_logits is not None:
+            largest = torch.maximum(largest, self.current_max_attn_logits)
+        self.current_max_attn_logits = largest
 
     def _dropout_rng(self, dropout: float) -> contextlib.AbstractContextManager[Any]:
         """Use the RNG state of model-parallel regions. Under sequence parallelism the complete layer runs in it."""

@@ -134,15 +134,16 @@ def _expert_group() -> ProcessGroup:
 
 def _group_of_one() -> ProcessGroup:
     """Return a group that holds this rank alone."""
-    for group in (
+    for existing in (
         parallel_state.get_tensor_model_parallel_group(),
         parallel_state.get_pipeline_model_parallel_group(),
     ):
+        group = cast(ProcessGroup, existing)
         if group.size() == 1:
             return group
     rank = torch.distributed.get_rank()
-    group = torch.distributed.new_group([rank], use_local_synchronization=True)
-    return cast(ProcessGroup, group)
+    new_group = torch.distributed.new_group([rank], use_local_synchronization=True)
+    return cast(ProcessGroup, new_group)
 
 
 def _ranks(group: ProcessGroup) -> list[int]:

@@ -63,12 +63,24 @@ SETTINGS: dict[str, tuple[ConfigSetting, ...]] = {
         ConfigSetting("rerun_state_machine.check_for_nan_in_grad", False),
     ),
     "no-overlap-p2p-communication": (ConfigSetting("model.overlap_p2p_comm", False),),
+    "fp4-param-gather": (
+        ConfigSetting("model.fp4_param", True),
+        ConfigSetting("ddp.fp4_param_gather", True),
+    ),
+    "fp8-param-gather": (
+        ConfigSetting("model.fp8_param", True),
+        ConfigSetting("ddp.fp8_param_gather", True),
+    ),
     "no-rope-fusion": (ConfigSetting("model.apply_rope_fusion", False),),
     "quick-geglu": (
         ConfigSetting("model.gated_linear_unit", True),
         ConfigSetting("model.activation_func", "megatron.core.fusions.fused_bias_geglu.quick_gelu"),
     ),
     "recompute-activations": (ConfigSetting("model.recompute_granularity", "selective"),),
+    "reuse-grad-buf-for-mxfp8-param-ag": (
+        ConfigSetting("ddp.reuse_grad_buf_for_mxfp8_param_ag", True),
+        ConfigSetting("optimizer.reuse_grad_buf_for_mxfp8_param_ag", True),
+    ),
     "seed": (ConfigSetting("rng.seed"), ConfigSetting("dataset.random_seed")),
     "seq-length": (ConfigSetting("dataset.seq_length"), ConfigSetting("model.seq_length")),
     "squared-relu": (

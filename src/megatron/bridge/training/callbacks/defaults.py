@@ -12,6 +12,7 @@ from megatron.bridge.training.callbacks.core.intervals import (
     GarbageCollection,
     ParamGather,
 )
+from megatron.bridge.training.callbacks.core.qk_clip import QKClip
 from megatron.bridge.training.callbacks.core.run_folder import RunLock, RunMetadata
 from megatron.bridge.training.callbacks.core.saving import CheckpointSaving, HFCopies
 from megatron.bridge.training.callbacks.guard.hang_detection import HangDetection
@@ -62,6 +63,7 @@ def default_callbacks(
         DataPreview(),  # before any time is spent on wrong data
         ParamGather(),  # after the last step, before anything reads the weights
         EmbeddingNoise(noise) if noise and trains else None,
+        QKClip() if config.model.qk_clip else None,  # belongs to the update
         FirstStepForecast(),
         Logging(config, telemetry),  # a step is logged before it is evaluated
         profiling

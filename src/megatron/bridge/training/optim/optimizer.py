@@ -20,6 +20,7 @@ from megatron.core.optimizer import (
     MegatronOptimizer,
     OptimizerConfig,
     ParamKey,
+    emerging_optimizers,
     get_megatron_optimizer,
     get_standard_config_overrides,
 )
@@ -54,12 +55,13 @@ def build_optimizer(
     with warnings.catch_warnings():
         # Megatron-Core imports an unrelated class and warns that it is experimental
         warnings.filterwarnings("ignore", message="MimoModelConfig")
-        optimizer = get_megatron_optimizer(
-            config,
-            list(chunks),
-            config_overrides=config_overrides(config, chunks),
-            use_gloo_process_groups=use_gloo_process_groups,
-        )
+        with _complete_lion():
+            optimizer = get_megatron_optimizer(
+                config,
+                list(chunks),
+                config_overrides=config_overrides(config, chunks),
+                use_gloo_process_groups=use_gloo_process_groups,
+            )
     if not isinstance(
         optimizer, ChainedOptimizer
     ):  # Megatron-FSDP's: alone it returns a norm only if it clips
@@ -69,6 +71,30 @@ def build_optimizer(
     _share_loss_scale(optimizer)
     allocate_state(optimizer)
     return optimizer
+
+
+@contextmanager
+def _complete_lion() -> Iterator[None]:
+    """Let Lion update all parameters, with its own settings.
+
+    Megatron-Core 0.19.2 gives it the betas of Adam (``_default_adam_based_eopt_config_to_kwargs``), and leaves all
+    parameters that are no matrices to Adam.
+    """
+    entries: dict[str, Any] = emerging_optimizers._EMERGING_OPTIMIZERS
+    before = entries.get("lion")
+    if before is None:  # emerging-optimizers is not installed
+        yield
+        return
+
+    def settings(config: OptimizerConfig, *_: Any) -> dict[str, Any]:
+        betas = (config.lion_beta1, config.lion_beta2)
+        return {"lr": config.lr, "betas": betas, "weight_decay": config.weight_decay}
+
+    entries["lion"] = replace(before, config_to_kwargs=settings, default_param_overrides={})
+    try:
+        yield
+    finally:
+        entries["lion"] = before
 
 
 def megatron_optimizers(optimizer: MegatronOptimizer) -> Iterator[Any]:
@@ -102,7 +128,9 @@ def allocate_state(optimizer: MegatronOptimizer) -> None:
 
 
 def optimizer_kind(part: Any) -> str:
-    """The key of ``STATE_NAMES``; besides Muon for matrices, Adam updates other parameters of the same config."""
+    """The key of ``STATE_NAMES``; besides Muon, which updates matrices, Adam or Lion updates the others."""
+    if type(part.optimizer).__name__ == "Lion":  # its package is optional
+        return "lion"
     return "adam" if "betas" in part.optimizer.param_groups[0] else part.config.optimizer
 
 

@@ -15,6 +15,7 @@ STATE_NAMES: dict[str, tuple[str, ...]] = {
     "adam": ("exp_avg", "exp_avg_sq"),
     "sgd": ("momentum_buffer",),
     "muon": ("momentum_buffer",),
+    "lion": ("exp_avg",),
 }
 
 

@@ -56,9 +56,10 @@ def _check_optimizer(config: RunConfig, findings: Findings) -> None:
             "optimizer.use_precision_aware_optimizer=True needs Transformer Engine, which is not installed",
             "switch it off",
         )
-    if config.optimizer.optimizer == "muon" and not findings.hardware.emerging_optimizers:
+    name = config.optimizer.optimizer
+    if name in ("muon", "lion") and not findings.hardware.emerging_optimizers:
         findings.lacking(
-            "optimizer.optimizer=muon needs the package emerging-optimizers, which is not installed",
+            f"optimizer.optimizer={name} needs the package emerging-optimizers, which is not installed",
             "install it (pip install 'hf-megatron-bridge[muon]'), or use adam",
         )
 

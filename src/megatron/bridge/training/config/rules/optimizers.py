@@ -14,6 +14,18 @@ from megatron.bridge.utils.errors import did_you_mean
 
 MUON_TP_MODES = ("duplicated", "distributed", "blockwise")
 _PREFIXES = ("sgd_", "muon_", "lion_", "soap_", "adaptive_muon_")
+_IMPOSSIBLE = {
+    # emerging_optimizers 0.3.0, adaptive_muon.py, ``_apply_muon_scale``: reads ``self.scale_mode``
+    "adaptive_muon": (
+        "Megatron-Core 0.19.2's TensorParallelAdaptiveMuon never sets scale_mode, which its step reads, so the first "
+        "step fails: use muon"
+    ),
+    # emerging_optimizers 0.3.0, soap.py, ``_init_group``: L and R are square, Q_L and Q_R their eigenvectors
+    "soap": (
+        "it preconditions the shard of each tensor-parallel rank by itself, with square matrices of the shard's sides, "
+        "which a checkpoint for any parallel sizes cannot hold: use muon"
+    ),
+}
 _OTHER_NAMES = {"adamw": "adam (it is AdamW: weight decay is apart from the gradient)"}
 
 
@@ -21,6 +33,15 @@ def optimizer_is_known(config: RunConfig, world_size: int) -> Iterator[str]:
     """Checkpoints support the state of these optimizers only."""
     name = str(config.optimizer.optimizer)
     if name in STATE_NAMES:
+        return
+    if name.removeprefix("dist_") in _IMPOSSIBLE:
+        yield f"optimizer.optimizer={name}: {_IMPOSSIBLE[name.removeprefix('dist_')]}"
+        return
+    if name == "dist_muon":
+        yield (
+            "optimizer.optimizer=dist_muon: use muon with "
+            "optimizer.use_layer_wise_distributed_optimizer=true"
+        )
         return
     known_name = _OTHER_NAMES.get(name.lower().replace("_torch", ""))
     hint = f": use {known_name}" if known_name else did_you_mean(name, STATE_NAMES)
@@ -42,6 +63,18 @@ def muon_fits_tensor_parallelism(config: RunConfig, world_size: int) -> Iterator
         yield f"optimizer.muon_tp_mode={mode}: use one of {', '.join(MUON_TP_MODES)}"
 
 
+def qk_clip_has_whole_groups(config: RunConfig, world_size: int) -> Iterator[str]:
+    """QK clipping scales the queries and keys of a group, which one rank has."""
+    model = config.model
+    tensor = model.tensor_model_parallel_size
+    groups = model.padded_heads[1]
+    if model.qk_clip and not model.multi_latent_attention and groups % tensor:
+        yield (
+            f"model.qk_clip=True with model.tensor_model_parallel_size={tensor}, which does not divide "
+            f"model.num_query_groups={groups}: use a divisor"
+        )
+
+
 def precise_optimizer_is_stored(config: RunConfig, world_size: int) -> Iterator[str]:
     """Narrower dtypes have a scale for each rank's shard, which a checkpoint for any parallel sizes cannot hold."""
     optimizer = config.optimizer
@@ -61,7 +94,10 @@ def precise_optimizer_is_stored(config: RunConfig, world_size: int) -> Iterator[
 def optimizer_settings_are_used(config: RunConfig, world_size: int) -> Iterator[str]:
     """Settings of another optimizer would be ignored. Adam's are exempt: recipes set them, and Muon uses them."""
     optimizer = config.optimizer
-    other_prefixes = tuple(prefix for prefix in _PREFIXES if prefix != f"{optimizer.optimizer}_")
+    used = {f"{optimizer.optimizer}_"}
+    if optimizer.optimizer == "muon":
+        used.add(f"{optimizer.muon_scalar_optimizer}_")
+    other_prefixes = tuple(prefix for prefix in _PREFIXES if prefix not in used)
     wrong = [
         f"optimizer.{entry.name}={value}"
         for entry in dataclasses.fields(optimizer)

@@ -252,9 +252,9 @@ REQUIREMENTS = [
         remedy="set both, or remove the first",
     ),
     Requirement(
-        Equals("optimizer.optimizer", "muon"),
+        AnyOf(Equals("optimizer.optimizer", "muon"), Equals("optimizer.optimizer", "lion")),
         needs=[Equals("optimizer.fp16", False)],
-        remedy="Muon has no loss scaling, use mixed_precision=bf16_mixed",
+        remedy="it has no loss scaling, use mixed_precision=bf16_mixed",
     ),
     # layer_wise_optimizer.py of Megatron-Core 0.19.2 prepares the gradients of torch's optimizers for bf16 only
     Requirement(
@@ -369,6 +369,29 @@ REQUIREMENTS = [
             AnyOf(Equals("inprocess_restart", None), Equals("inprocess_restart.enabled", False)),
         ],
         remedy="use ddp.use_distributed_optimizer=true instead",
+    ),
+    # it scales whole weights of queries and keys, which nothing may normalize afterwards, and needs all scores
+    Requirement(
+        On("model.qk_clip"),
+        needs=[
+            Equals("ddp.use_distributed_optimizer", False),
+            Equals("ddp.use_megatron_fsdp", False),
+            Equals("dist.use_torch_fsdp2", False),
+            Equals("model.attention_output_gate", False),
+            Equals("model.attention_k_eq_v", False),
+            Equals("model.shared_kv_layers", None),
+            AnyOf(
+                Equals("model.qk_layernorm", False), Equals("model.multi_latent_attention", True)
+            ),
+            Equals("peft", None),
+            Differs("model.experimental_attention_variant", "dsa"),
+            AnyOf(
+                Equals("model.context_parallel_size", 1),
+                Equals("model.cp_comm_type", None),
+                Equals("model.cp_comm_type", "all_gather"),
+            ),
+        ],
+        remedy="or switch it off",
     ),
     # random samplers and readers distribute samples by whole global batches
     Requirement(

@@ -35,8 +35,9 @@ def fsdp2_ignores_ddp_settings(config: RunConfig, world_size: int) -> Iterator[s
     wrong = [
         f"ddp.{name}={value} has no effect, set it to {usual}" for name, value, usual in unused
     ]
-    if config.optimizer.optimizer == "muon":
-        wrong.append("optimizer.optimizer=muon must be adam or sgd, which work on shards")
+    name = config.optimizer.optimizer
+    if name not in ("adam", "sgd"):
+        wrong.append(f"optimizer.optimizer={name} must be adam or sgd, which were tested on shards")
     yield from _refused("dist.use_torch_fsdp2", wrong)
 
 
