@@ -39,6 +39,12 @@ from megatron.bridge.models.conversion.adapters.peft_files import (
     rank_and_alpha,
     read,
 )
+from megatron.bridge.models.conversion.adapters.stacked_experts import (
+    expert_module,
+    parameter_of,
+    stack_factors,
+    wrapped_modules,
+)
 from megatron.bridge.models.conversion.engine import exchange
 from megatron.bridge.models.conversion.engine.plan import ConversionPlan, WeightConversionTask
 from megatron.bridge.models.conversion.param_mapping import (
@@ -81,6 +87,7 @@ class ModuleTensors:
     megatron_param: str = (
         ""  # the parameter that the adapter updates, or the tensor's own parameter
     )
+    parameter: str | None = None  # the adapted parameter with all experts of ``module``
 
     def named(self, prefix: str = PREFIX) -> dict[str, Tensor]:
         """Return the tensors by their full names; ``adapter_model.safetensors`` uses a prefix."""
@@ -103,7 +110,28 @@ def merging(plan: ConversionPlan) -> ConversionPlan:
 
 
 def stream(plan: ConversionPlan) -> Iterator[ModuleTensors]:
-    """Yield the adapters of a model as full tensors on every rank, in the order of the model."""
+    """Yield the adapters of a model as full tensors on every rank, in the order of the model, stacked experts last."""
+    of_experts: dict[str, list[ModuleTensors]] = {}
+    for module in _stream_each(plan):
+        parameter = parameter_of(module.module)
+        if parameter is None:
+            yield module
+        else:
+            of_experts.setdefault(parameter, []).append(module)
+    for parameter, module_name in wrapped_modules(list(of_experts)).items():
+        yield _stack_experts(parameter, module_name, of_experts[parameter])
+
+
+def _stack_experts(parameter: str, module: str, experts: list[ModuleTensors]) -> ModuleTensors:
+    first = experts[0]
+    by_index = {expert.module: expert.tensors for expert in experts}
+    in_order = [by_index[expert_module(parameter, index)] for index in range(len(experts))]
+    a, b = stack_factors([(tensors[A], tensors[B]) for tensors in in_order])
+    return replace(first, module=module, tensors={A: a, B: b}, parameter=parameter)
+
+
+def _stream_each(plan: ConversionPlan) -> Iterator[ModuleTensors]:
+    """Yield the adapters of a model as ``stream``, those of stacked experts one by one."""
     for task in plan.tasks:
         local_modules = [] if task.is_copy or task.param_weight is None else _of_task(task)
         for index, (module, described, outlines) in enumerate(
@@ -188,7 +216,11 @@ def _join_factor(
     group = exchange.shard_group(task.global_param_name)
     shards = exchange.all_gather(factor, group, shard.parts) if shard.parts > 1 else [factor]
     if part.role is None:
-        return task.mapping.join(replace(shard, shape=tuple(factor.shape)), shards)
+        joined = task.mapping.join(replace(shard, shape=tuple(factor.shape)), shards)
+        return {
+            _updated_name(task.mapping, name): _as_stored(task.mapping, tensor)
+            for name, tensor in joined.items()
+        }
     (name,) = names
     return {name: torch.cat(shards)[: task.mapping.hf_shapes(shard)[name][0]]}
 
@@ -200,20 +232,37 @@ def _is_split(shard: ShardSpec, side: ParallelKind) -> bool:
 
 def _updated_names(mapping: MegatronParamMapping, part: LowRankPart) -> list[str]:
     """Return the Hugging Face tensors that a part updates."""
-    if mapping.is_stacked or not mapping.copies:
-        reason = "holds all experts in one tensor" if mapping.is_stacked else "is computed from it"
+    if not mapping.copies:
         raise UserError(
             f"the adapter of {mapping.megatron_param} has no form in the peft format, as {mapping.hf_names[0]} "
-            f"{reason}: merge it into the model instead"
+            "is computed from it: merge it into the model instead"
+        )
+    if mapping.is_stacked and part.magnitude is not None:
+        raise UserError(
+            f"the adapter of {mapping.megatron_param} has no form in the peft format, which has no DoRA for experts "
+            "in one tensor: merge it into the model instead"
         )
     if part.role is None:
-        return mapping.hf_names
+        return [_updated_name(mapping, name) for name in mapping.hf_names]
     if isinstance(mapping.hf_param, str):
         raise UserError(
             f"the adapter of {mapping.megatron_param} has factors for {part.role} alone, but Hugging Face's "
             f"{mapping.hf_param} is one tensor, too: use LoRA instead of CanonicalLoRA"
         )
     return [mapping.hf_param[part.role]]
+
+
+def _updated_name(mapping: MegatronParamMapping, hf_name: str) -> str:
+    """Return the name of a Hugging Face tensor, or of an expert's part of it."""
+    if not mapping.is_stacked:
+        return hf_name
+    assert mapping.expert is not None, "a parameter with all experts is not adapted as a whole"
+    return expert_module(hf_name, mapping.expert)
+
+
+def _as_stored(mapping: MegatronParamMapping, factor: Tensor) -> Tensor:
+    """Turn a factor of an [in, out] weight, which was joined like it, or back: ``peft`` stores factors in one way."""
+    return factor.mT if mapping.is_stacked and mapping.transposed else factor
 
 
 def _module_of(name: str) -> str:
@@ -225,8 +274,11 @@ def adapter_config(
 ) -> dict[str, Any]:
     """Return the content of ``adapter_config.json`` for the adapters of ``stream``, with the shortest exact names."""
     adapters = {
-        module.module: module.described for module in modules if module.described is not None
+        module.parameter or module.module: module.described
+        for module in modules
+        if module.described is not None
     }
+    parameters = {module.parameter for module in modules if module.parameter is not None}
     first = mode(adapters.values())
     for key in ("use_rslora", "use_dora", "dropout"):
         if len({getattr(module, key) for module in adapters.values()}) > 1:
@@ -237,7 +289,12 @@ def adapter_config(
     return {
         **config_of(first, base),
         "task_type": TASK_TYPES[head],
-        "target_modules": _brief_names(adapters, plan) or [],
+        "target_modules": _brief_names(adapters.keys() - parameters, plan) or [],
+        **(
+            {"target_parameters": _brief_parameters(parameters, plan), "lora_dropout": 0.0}
+            if parameters
+            else {}
+        ),
         "modules_to_save": _brief_saved(
             {module.module for module in modules if module.described is None}, plan
         ),
@@ -291,6 +348,19 @@ def _brief_names(modules: Iterable[str], plan: ConversionPlan) -> list[str] | No
     return list(names) or None
 
 
+def _brief_parameters(parameters: set[str], plan: ConversionPlan) -> list[str]:
+    """Return names for adapted parameters: the last two segments if these match only adapted ones."""
+    everywhere = {
+        name for task in plan.tasks if task.mapping.is_stacked for name in task.mapping.hf_names
+    }
+    names: set[str] = set()
+    for parameter in parameters:
+        end = ".".join(parameter.split(".")[-2:])
+        alike = {name for name in everywhere if name.endswith(f".{end}")}
+        names.add(end if alike <= parameters else parameter)
+    return sorted(names)
+
+
 def _modules_of_transformers(plan: ConversionPlan) -> set[str]:
     """Return the modules of transformers' model with tensors, also of parts that are copied, and their parents.
 
@@ -323,7 +393,10 @@ def save(plan: ConversionPlan, directory: Path, base: str | None, write: bool) -
     ]
     if not any(module.described for module in modules):
         raise UserError("this model has no adapters to write: save the model itself")
-    _refuse_what_is_dropped(plan, {module.module for module in modules if module.described})
+    described = [module for module in modules if module.described is not None]
+    _refuse_what_is_dropped(
+        plan, {module.module for module in described if module.parameter is None}
+    )
     config = adapter_config(modules, plan, base)
     if write:
         tensors = {
@@ -341,7 +414,7 @@ def _refuse_what_is_dropped(plan: ConversionPlan, modules: set[str]) -> None:
     experts = {
         task.global_param_name: {_module_of(name) for name in task.mapping.hf_names}
         for task in plan.tasks
-        if ".experts." in task.global_param_name
+        if ".experts." in task.global_param_name and not task.mapping.is_stacked
     }
     _refuse_namesakes(
         {module for expert_modules in experts.values() for module in expert_modules}, modules
@@ -580,7 +653,13 @@ def _check_shapes(
     directory: Path,
 ) -> None:
     """Refuse factors whose matrix has a different shape: a slice of a wider factor would fit."""
-    outputs, inputs = task.mapping.hf_shapes(task.shard)[name]
+    shapes = {
+        _updated_name(task.mapping, hf_name): shape
+        for hf_name, shape in task.mapping.hf_slice_shapes(task.shard).items()
+    }
+    outputs, inputs = shapes[name]
+    if task.mapping.is_stacked and task.mapping.transposed:
+        outputs, inputs = inputs, outputs
     rank = part.a.shape[0]
     expected_shapes: dict[str, tuple[int, ...]] = {A: (rank, inputs), B: (outputs, rank)}
     if part.magnitude is not None:
@@ -611,7 +690,8 @@ def _fill_factors(
         else:
             factor.zero_()
             for piece in task.mapping.copy_ranges(replace(task.shard, shape=tuple(factor.shape))):
-                piece.of_shard(factor).copy_(piece.of_hf(stored[piece.hf]))
+                source = stored[_updated_name(task.mapping, piece.hf)]
+                piece.of_shard(factor).copy_(piece.of_slice(_as_stored(task.mapping, source)))
 
 
 def _copy_rows(factor: Tensor, full_factor: Tensor, shard: ShardSpec) -> None:
