@@ -31,7 +31,7 @@ PP2 = {"pipeline_model_parallel_size": 2}
 EP2 = {"expert_model_parallel_size": 2}
 FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 # experts in one tensor, in the codes that they are published in
-PUBLISHED = {"tp2": TP2, "ep2": EP2}
+PUBLISHED = {"sp2 ep2": {**SP2, **EP2, "expert_tensor_parallel_size": 1}, "ep2": EP2}
 METHODS = {
     "nf4": LoRA(dim=4, alpha=8, base_precision="nf4"),
     "fp8": LoRA(dim=4, alpha=8, base_precision="fp8"),
