@@ -9,9 +9,8 @@ rows of W therefore also splits those of B, without error.
 import json
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from statistics import mode
 from typing import Any, cast
 
 import safetensors.torch
@@ -25,6 +24,13 @@ from megatron.bridge.models.conversion.adapters.adapted_layers import (
     AdaptedModule,
     LowRankPart,
     is_whole,
+)
+from megatron.bridge.models.conversion.adapters.peft_config import (
+    Described,
+    ModuleTensors,
+    adapter_config,
+    last_segment,
+    module_of,
 )
 from megatron.bridge.models.conversion.adapters.peft_files import (
     BASE_WEIGHT,
@@ -53,45 +59,6 @@ from megatron.bridge.models.conversion.param_mapping import (
     ShardSpec,
 )
 from megatron.bridge.utils.errors import UserError
-
-
-@dataclass(frozen=True)
-class Described:
-    """The settings in ``adapter_config.json`` for one Hugging Face module."""
-
-    rank: int
-    alpha: float
-    use_rslora: bool
-    use_dora: bool
-    dropout: float
-
-
-TASK_TYPES = {
-    None: "CAUSAL_LM",
-    "sequence_classification": "SEQ_CLS",
-    "token_classification": "TOKEN_CLS",
-    "embedding": "FEATURE_EXTRACTION",
-}
-"""The task name of each head in ``peft``."""
-
-
-@dataclass(frozen=True)
-class ModuleTensors:
-    """The adapter of one Hugging Face module, or the tensors of a module that is saved as a whole."""
-
-    module: str  # name of the module in the base checkpoint
-    described: (
-        Described | None
-    )  # settings of an adapter; None for a module that is saved as a whole
-    tensors: dict[str, Tensor]  # by the part of their names after the module's name
-    megatron_param: str = (
-        ""  # the parameter that the adapter updates, or the tensor's own parameter
-    )
-    parameter: str | None = None  # the adapted parameter with all experts of ``module``
-
-    def named(self, prefix: str = PREFIX) -> dict[str, Tensor]:
-        """Return the tensors by their full names; ``adapter_model.safetensors`` uses a prefix."""
-        return {f"{prefix}{self.module}.{name}": tensor for name, tensor in self.tensors.items()}
 
 
 def refuse_other_config(chunks: Sequence[nn.Module], peft_config: Any) -> None:
@@ -202,7 +169,7 @@ def _of_part(task: WeightConversionTask, part: LowRankPart) -> Iterator[ModuleTe
         tensors[MAGNITUDE] = _join_factor(task, part, part.magnitude, "column")
     for name in _updated_names(task.mapping, part):
         factors = {kind: by_name[name].detach().contiguous() for kind, by_name in tensors.items()}
-        yield ModuleTensors(_module_of(name), described, factors)
+        yield ModuleTensors(module_of(name), described, factors)
 
 
 def _join_factor(
@@ -265,126 +232,6 @@ def _as_stored(mapping: MegatronParamMapping, factor: Tensor) -> Tensor:
     return factor.mT if mapping.is_stacked and mapping.transposed else factor
 
 
-def _module_of(name: str) -> str:
-    return name.removesuffix(".weight")
-
-
-def adapter_config(
-    modules: Sequence[ModuleTensors], plan: ConversionPlan, base: str | None
-) -> dict[str, Any]:
-    """Return the content of ``adapter_config.json`` for the adapters of ``stream``, with the shortest exact names."""
-    adapters = {
-        module.parameter or module.module: module.described
-        for module in modules
-        if module.described is not None
-    }
-    parameters = {module.parameter for module in modules if module.parameter is not None}
-    first = mode(adapters.values())
-    for key in ("use_rslora", "use_dora", "dropout"):
-        if len({getattr(module, key) for module in adapters.values()}) > 1:
-            raise UserError(
-                f"the adapters differ in {key}, which the peft format has once for all: merge them"
-            )
-    head = getattr(plan.tasks[0].shard.config, "head", None)
-    return {
-        **config_of(first, base),
-        "task_type": TASK_TYPES[head],
-        "target_modules": _brief_names(adapters.keys() - parameters, plan) or [],
-        **(
-            {"target_parameters": _brief_parameters(parameters, plan), "lora_dropout": 0.0}
-            if parameters
-            else {}
-        ),
-        "modules_to_save": _brief_saved(
-            {module.module for module in modules if module.described is None}, plan
-        ),
-        "rank_pattern": {
-            name: module.rank for name, module in adapters.items() if module.rank != first.rank
-        },
-        "alpha_pattern": {
-            name: module.alpha for name, module in adapters.items() if module.alpha != first.alpha
-        },
-    }
-
-
-def config_of(described: Described, base: str | None) -> dict[str, Any]:
-    """Return the part of ``adapter_config.json`` that is the same for all modules."""
-    return {
-        "peft_type": "LORA",
-        "task_type": "CAUSAL_LM",
-        "base_model_name_or_path": base,
-        "inference_mode": True,
-        "bias": "none",
-        "fan_in_fan_out": False,
-        "r": described.rank,
-        "lora_alpha": described.alpha,
-        "lora_dropout": described.dropout,
-        "use_rslora": described.use_rslora,
-        "use_dora": described.use_dora,
-    }
-
-
-def _last_segment(module: str) -> str:
-    return module.rpartition(".")[2]
-
-
-def _brief_names(modules: Iterable[str], plan: ConversionPlan) -> list[str] | None:
-    """Return names for ``modules``: the last segment if it matches only these, otherwise the full names."""
-    adapted = set(modules)
-    names: dict[str, None] = {}
-    everywhere = _modules_of_transformers(plan)
-    for module in sorted(adapted):
-        same = {
-            candidate
-            for candidate in everywhere
-            if _last_segment(candidate) == _last_segment(module)
-        }
-        # a numeric segment also matches the layer with this number
-        names[
-            _last_segment(module)
-            if same <= adapted and not _last_segment(module).isdigit()
-            else module
-        ] = None
-    return list(names) or None
-
-
-def _brief_parameters(parameters: set[str], plan: ConversionPlan) -> list[str]:
-    """Return names for adapted parameters: the last two segments if these match only adapted ones."""
-    everywhere = {
-        name for task in plan.tasks if task.mapping.is_stacked for name in task.mapping.hf_names
-    }
-    names: set[str] = set()
-    for parameter in parameters:
-        end = ".".join(parameter.split(".")[-2:])
-        alike = {name for name in everywhere if name.endswith(f".{end}")}
-        names.add(end if alike <= parameters else parameter)
-    return sorted(names)
-
-
-def _modules_of_transformers(plan: ConversionPlan) -> set[str]:
-    """Return the modules of transformers' model with tensors, also of parts that are copied, and their parents.
-
-    Gemma 4's towers have a module ``q_proj`` without tensors of its own, and ``peft`` cannot adapt it.
-    """
-    loaded = set(plan.buffers) - set(plan.unread)
-    modules = {_module_of(name) for name in (*plan.hf_names, *loaded)}
-    parents = {name.rpartition(".")[0] for name in modules}
-    return modules | parents
-
-
-def _brief_saved(modules: set[str], plan: ConversionPlan) -> list[str] | None:
-    """Return names for modules that are saved as a whole, which ``peft`` compares with the ends of all names.
-
-    ``norm`` would also be ``input_layernorm``, so the full name is needed there.
-    """
-    everywhere = {_module_of(name) for name in plan.hf_names}
-    names: dict[str, None] = {}
-    for module in sorted(modules):
-        alike = {candidate for candidate in everywhere if candidate.endswith(_last_segment(module))}
-        names[_last_segment(module) if alike <= modules else module] = None
-    return list(names) or None
-
-
 def save(plan: ConversionPlan, directory: Path, base: str | None, write: bool) -> None:
     """Write the adapters of a model into ``directory``; all ranks call this, and the ranks with ``write`` write."""
     modules = [
@@ -412,7 +259,7 @@ def save(plan: ConversionPlan, directory: Path, base: str | None, write: bool) -
 def _refuse_what_is_dropped(plan: ConversionPlan, modules: set[str]) -> None:
     """Refuse adapters that ``peft`` would silently drop."""
     experts = {
-        task.global_param_name: {_module_of(name) for name in task.mapping.hf_names}
+        task.global_param_name: {module_of(name) for name in task.mapping.hf_names}
         for task in plan.tasks
         if ".experts." in task.global_param_name and not task.mapping.is_stacked
     }
@@ -426,14 +273,14 @@ def _refuse_what_is_dropped(plan: ConversionPlan, modules: set[str]) -> None:
 
 def _refuse_namesakes(experts: set[str], modules: set[str]) -> None:
     """Refuse shared experts or dense layers that ``peft`` would confuse with experts of the same name."""
-    leaves = {_last_segment(module) for module in experts}
+    leaves = {last_segment(module) for module in experts}
     namesake = next(
-        (module for module in sorted(modules - experts) if _last_segment(module) in leaves), None
+        (module for module in sorted(modules - experts) if last_segment(module) in leaves), None
     )
     if namesake is not None:
         raise UserError(
             f"{namesake} has an adapter that peft cannot load, because layers of experts are also "
-            f"called {_last_segment(namesake)}: "
+            f"called {last_segment(namesake)}: "
             "leave it out with peft.exclude_modules, or merge the adapters into the model"
         )
 
@@ -584,7 +431,7 @@ def _fill_whole(
         if _tensor_key(hf_name, EMBEDDING_A) in tensors:
             a = tensors[_tensor_key(hf_name, EMBEDDING_A)]
             b = tensors[_tensor_key(hf_name, EMBEDDING_B)]
-            rank, alpha = rank_and_alpha(config, _module_of(hf_name))
+            rank, alpha = rank_and_alpha(config, module_of(hf_name))
             scaling = alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)
             updates[hf_name] = (b.float() @ a.float()).T * scaling
     for piece in task.mapping.copy_ranges(task.shard):
@@ -613,7 +460,7 @@ def _claimed_keys(task: WeightConversionTask, part: LowRankPart) -> list[str]:
 
 
 def _tensor_key(name: str, kind: str) -> str:
-    return f"{PREFIX}{_module_of(name)}.{kind}"
+    return f"{PREFIX}{module_of(name)}.{kind}"
 
 
 def _check_part(
@@ -625,7 +472,7 @@ def _check_part(
 ) -> None:
     names = _updated_names(task.mapping, part)
     for name in names:
-        rank, alpha = rank_and_alpha(config, _module_of(name))
+        rank, alpha = rank_and_alpha(config, module_of(name))
         of_model = (part.a.shape[0], part.alpha, part.use_rslora)
         of_files = (rank, alpha, bool(config.get("use_rslora")))
         if of_model != of_files:
