@@ -122,6 +122,32 @@ def _with_shared_keys():
     return model.eval()
 
 
+def make_gpt_oss_mxfp4(directory):
+    """A tiny gpt-oss in float32 whose experts have random codes of MXFP4."""
+    import json
+
+    from safetensors.torch import load_file, save_file
+    from transformers import GptOssConfig, GptOssForCausalLM
+
+    from tests.quantize import random_mxfp4
+
+    sizes = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2, "head_dim": 32}
+    sizes |= {"num_attention_heads": 4, "num_key_value_heads": 2, "num_local_experts": 4}
+    sizes |= {"vocab_size": DECODER["vocab_size"], "max_position_embeddings": 64}
+    torch.manual_seed(0)
+    GptOssForCausalLM(GptOssConfig(**sizes)).save_pretrained(directory)
+    stored = load_file(directory / "model.safetensors")
+    generator = torch.Generator().manual_seed(2)
+    for name in [name for name in stored if name.endswith(("gate_up_proj", "down_proj"))]:
+        experts, rows, columns = stored.pop(name).shape
+        blocks, scales = random_mxfp4(experts, rows, columns, generator)
+        stored |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
+    save_file(stored, directory / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((directory / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "mxfp4", "modules_to_not_convert": []}
+    (directory / "config.json").write_text(json.dumps(config))
+
+
 def batch():
     """Token ids and labels [rows, length], positions alike."""
     ids, positions = tokens(ROWS, LENGTH + 1, DECODER["vocab_size"])

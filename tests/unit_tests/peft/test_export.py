@@ -196,16 +196,6 @@ def test_half_of_an_expert_is_refused(models, tmp_path):
         bridge.save_hf_adapter(model, tmp_path / "adapter")
 
 
-@pytest.mark.parametrize("kind", [LoRA, DoRA])
-def test_experts_in_one_tensor_are_refused(family_case, tmp_path, kind):
-    """The format has one name for all of them, under which the last one would remain."""
-    bridge, model = adapted(family_case("gpt_oss").checkpoint, kind(dim=4), ddp=False)
-    with pytest.raises(
-        UserError, match=r"as model.layers.0.mlp.experts.gate_up_proj holds all experts in one"
-    ):
-        bridge.save_hf_adapter(model, tmp_path / "adapter")
-
-
 @pytest.mark.parametrize("wider", [{"intermediate_size": 64}, {"num_key_value_heads": 4}])
 def test_an_adapter_of_a_wider_base_is_refused(models, tmp_path, wider):
     make_llama(tmp_path / "other", **{**DECODER, **wider})

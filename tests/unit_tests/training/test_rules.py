@@ -1008,7 +1008,9 @@ def test_a_setting_needs_what_it_is_a_setting_of(key):
 
 def excluded(keys, values):
     """The sentences about both ``keys``, when they have ``values``."""
-    config = configured({"distill": DistillConfig(), **dict(zip(keys, values, strict=True))})
+    config = configured(
+        {"distill": DistillConfig(), "peft": LoRA(), **dict(zip(keys, values, strict=True))}
+    )
     found = related_settings.settings_do_not_exclude_each_other(config, 1)
     return [sentence for sentence in found if all(f"{key}=" in sentence for key in keys)]
 

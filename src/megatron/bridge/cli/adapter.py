@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from megatron.bridge.checkpoint import paths
 from megatron.bridge.cli.support.options import (
     DTYPES,
+    add_quantization,
     add_trust_checkpoint,
     add_trust_remote_code,
 )
@@ -51,6 +52,7 @@ def add_arguments(parser: Parser) -> None:
             "dtype of the merged weights; float32 keeps even a small adapter (default: the base's)"
         ),
     )
+    add_quantization(merging)
 
     unmerging = commands.add_parser("unmerge", help=UNMERGE, description=UNMERGE)
     unmerging.set_defaults(run_subcommand=unmerge)
@@ -112,7 +114,15 @@ def merge(args: argparse.Namespace) -> None:
     if args.dtype == "float32":
         for chunk in model:
             chunk.float()  # before the sums, which are rounded to the dtype of their weights
-    bridge.save_hf_pretrained(model, args.hf_path, weight_dtype=args.dtype, history=known)
+    bridge.save_hf_pretrained(
+        model,
+        args.hf_path,
+        weight_dtype=args.dtype,
+        history=known,
+        quantize=args.quantize,
+        group_size=args.group_size,
+        keep_high=args.keep_high,
+    )
 
 
 def export(args: argparse.Namespace) -> None:

@@ -12,6 +12,7 @@ from megatron.bridge.cli.support.options import (
     DTYPES,
     add_hf_model,
     add_no_progress,
+    add_quantization,
     add_strip_prefix,
     add_trust_checkpoint,
 )
@@ -78,28 +79,7 @@ def add_arguments(parser: Parser) -> None:
             "float32 run are rounded)"
         ),
     )
-    parser.add_argument(
-        "--quantize",
-        metavar="FORMAT",
-        help=(
-            "write matrices of attention, MLPs and experts as fp8-block, fp8-tensor, mxfp8, mxfp4, "
-            "nvfp4, int4, int4-awq or int8; source: what was not trained bitwise as --hf-model "
-            "stores it, the rest in its format (default: weights in full)"
-        ),
-    )
-    parser.add_argument(
-        "--group-size",
-        type=int,
-        metavar="N",
-        help="with --quantize fp8-block, int4 or int4-awq: neighbors that share a scale (128)",
-    )
-    parser.add_argument(
-        "--keep-high",
-        nargs="+",
-        default=[],
-        metavar="PATTERN",
-        help="with --quantize: Hugging Face names that stay in full, such as '*.0.mlp.*'",
-    )
+    add_quantization(parser)
     parser.add_argument(
         "--overwrite",
         action="store_true",

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from megatron.bridge.models.conversion.adapters import peft_format
-from megatron.bridge.models.conversion.adapters.peft_format import Described
+from megatron.bridge.models.conversion.adapters.peft_config import Described, config_of
 
 _ENDS = tuple(f".{kind}" for kind in (peft_format.A, peft_format.B, peft_format.MAGNITUDE))
 
@@ -38,7 +38,7 @@ def build_adapter_config_dict(
         peft_config.dim, peft_config.alpha, peft_config.use_rslora, is_dora, peft_config.dropout
     )
     return {
-        **peft_format.config_of(described, base_model_name_or_path),
+        **config_of(described, base_model_name_or_path),
         "target_modules": list(target_modules),
         "modules_to_save": None,
         "rank_pattern": dict(rank_pattern or {}),

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from megatron.bridge.models.conversion.adapters import peft_format
+from megatron.bridge.models.conversion.adapters.stacked_experts import parameter_of
 from megatron.bridge.models.conversion.auto_bridge import AutoBridge
 from megatron.bridge.models.conversion.mapping_registry import MegatronMappingRegistry
 from megatron.bridge.models.hf_pretrained import hub
@@ -188,7 +189,8 @@ def _check_tied_modules(
 
 
 def _place_module(registry: MegatronMappingRegistry, module: str) -> _Placed:
-    mapping = registry.hf_to_megatron_lookup(f"{module}.weight")
+    parameter = parameter_of(module)
+    mapping = registry.hf_to_megatron_lookup(parameter or f"{module}.weight")
     if mapping is None:
         raise UserError(f"the adapter is for {module}, which the base model does not have")
     layer = mapping.megatron_param.rpartition(".")[0]

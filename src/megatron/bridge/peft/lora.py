@@ -125,11 +125,6 @@ class LowRankPEFT(PEFT):
             # a loaded adapter may be switched off by an alpha of 0
             if not math.isfinite(alpha) or (training and alpha <= 0):
                 problems.append(f"{key}={alpha}: must be a finite number above 0")
-        ratio = self.loraplus_lr_ratio
-        if ratio is not None and not (math.isfinite(ratio) and ratio >= 1):
-            problems.append(
-                f"peft.loraplus_lr_ratio={ratio}: B learns at least as fast as A: set it to 1 or above, such as 16"
-            )
         if not 0 <= self.dropout < 1:
             problems.append(f"peft.dropout={self.dropout}: a probability is at least 0 and below 1")
         if "zero" not in (self.lora_A_init_method, self.lora_B_init_method):
@@ -142,7 +137,14 @@ class LowRankPEFT(PEFT):
                 "peft.lora_A_init_method and peft.lora_B_init_method are both zero, so that no gradient would "
                 "flow: set one to xavier"
             )
-        return [*problems, *super().problems(training)]
+        return [*problems, *self._ratio_problems(), *super().problems(training)]
+
+    def _ratio_problems(self) -> Iterator[str]:
+        ratio = self.loraplus_lr_ratio
+        if ratio is not None and not (math.isfinite(ratio) and ratio >= 1):
+            yield (
+                f"peft.loraplus_lr_ratio={ratio}: B learns at least as fast as A: set it to 1 or above, such as 16"
+            )
 
     def prepare(self, chunks: Sequence[nn.Module]) -> None:
         """Choose the layers of this rank.

@@ -360,3 +360,29 @@ def add_trust_config(parser: argparse.ArgumentParser | OptionGroup) -> None:
         action="store_true",
         help="import functions and classes of your own that the YAML file names, which can run code",
     )
+
+
+def add_quantization(parser: argparse.ArgumentParser) -> None:
+    """Add the options of a command that can write quantized weights."""
+    parser.add_argument(
+        "--quantize",
+        metavar="FORMAT",
+        help=(
+            "write matrices of attention, MLPs and experts as fp8-block, fp8-tensor, mxfp8, mxfp4, "
+            "nvfp4, int4, int4-awq or int8; source: what was not trained bitwise as --hf-model "
+            "stores it, the rest in its format (default: weights in full)"
+        ),
+    )
+    parser.add_argument(
+        "--group-size",
+        type=int,
+        metavar="N",
+        help="with --quantize fp8-block, int4 or int4-awq: neighbors that share a scale (128)",
+    )
+    parser.add_argument(
+        "--keep-high",
+        nargs="+",
+        default=[],
+        metavar="PATTERN",
+        help="with --quantize: Hugging Face names that stay in full, such as '*.0.mlp.*'",
+    )

@@ -34,6 +34,7 @@ from megatron.bridge.models.families import (
     register_bridge,
     router,
     shared_experts,
+    with_stacked_experts,
 )
 
 _LAYER = (
@@ -124,3 +125,7 @@ class Qwen35MoEBridge(Qwen35Bridge):
     ) -> MegatronMappingRegistry:
         """Checkpoints have each expert's tensors, or two tensors for all of them."""
         return as_stacked(registry, entries, "model.layers.*")
+
+    def as_modules(self, registry: MegatronMappingRegistry) -> MegatronMappingRegistry:
+        """The module of all experts has two parameters, and ``peft`` has no other names for them."""
+        return with_stacked_experts(registry, "model.layers.*")

@@ -10,6 +10,7 @@ from megatron.bridge.models.families import (
     as_stacked,
     register_bridge,
     stacked_experts,
+    with_stacked_experts,
 )
 
 
@@ -53,6 +54,11 @@ class Qwen3VLMoEBridge(Qwen3VLBridge):
         """Published checkpoints have an expert's matrices as [in, out], those that transformers makes do not."""
         return as_stacked(registry, entries, "model.language_model.layers.*")
 
+    def as_modules(self, registry: MegatronMappingRegistry) -> MegatronMappingRegistry:
+        """Return the mappings under the names of transformers' modules, whose experts are [out, in]."""
+        modules = VisionBridge.as_modules(self, registry)
+        return with_stacked_experts(modules, "model.language_model.layers.*")
+
 
 @register_bridge("Qwen3_5ForConditionalGeneration", model_type="qwen3_5")
 class Qwen35VLBridge(Qwen3VLBridge):
@@ -71,3 +77,4 @@ class Qwen35VLBridge(Qwen3VLBridge):
 class Qwen35VLMoeBridge(Qwen35VLBridge):
     texts = {"qwen3_5_moe_text": "Qwen3_5MoeForCausalLM"}
     spelled_as = Qwen3VLMoEBridge.spelled_as
+    as_modules = Qwen3VLMoEBridge.as_modules

@@ -11,6 +11,10 @@ import safetensors
 import safetensors.torch
 from torch import Tensor
 
+from megatron.bridge.models.conversion.adapters.stacked_experts import (
+    parameter_of,
+    unstack_tensors,
+)
 from megatron.bridge.utils import strict_json
 from megatron.bridge.utils.errors import UserError, one_line
 
@@ -33,6 +37,7 @@ _KNOWN = {
     "rank_pattern",
     "alpha_pattern",
     "target_modules",
+    "target_parameters",
     "exclude_modules",
     "layers_to_transform",
     "auto_mapping",
@@ -68,7 +73,7 @@ _UNSET: tuple[Any, ...] = (None, False, [], {})
 
 
 def read(directory: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """Read the config and the tensors of a directory in the ``peft`` format."""
+    """Read the config and the tensors of a directory in the ``peft`` format; those of stacked experts one by one."""
     for name in (CONFIG, TENSORS):
         if not (directory / name).is_file():
             raise UserError(
@@ -94,6 +99,13 @@ def read(directory: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
                 f"the adapter {directory} has {key}={value!r}, which cannot be read: merge it instead"
             )
     _check_settings(config, directory)
+    tensors = unstack_tensors(
+        tensors,
+        config.get("target_parameters"),
+        (A, B),
+        lambda parameter: rank_and_alpha(config, parameter.removeprefix(PREFIX))[0],
+        directory,
+    )
     _check_tensors(config, tensors, directory)
     return config, tensors
 
@@ -179,6 +191,7 @@ def _check_tensors(
 
 def rank_and_alpha(config: Mapping[str, Any], module: str) -> tuple[int, float]:
     """Return rank and alpha of a module; patterns are regular expressions that match the end of its name."""
+    module = parameter_of(module) or module
 
     def of(patterns: Mapping[str, Any], default: Any) -> Any:
         matching_values = (

@@ -9,9 +9,8 @@ rows of W therefore also splits those of B, without error.
 import json
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from statistics import mode
 from typing import Any, cast
 
 import safetensors.torch
@@ -26,6 +25,13 @@ from megatron.bridge.models.conversion.adapters.adapted_layers import (
     LowRankPart,
     is_whole,
 )
+from megatron.bridge.models.conversion.adapters.peft_config import (
+    Described,
+    ModuleTensors,
+    adapter_config,
+    last_segment,
+    module_of,
+)
 from megatron.bridge.models.conversion.adapters.peft_files import (
     BASE_WEIGHT,
     CONFIG,
@@ -39,6 +45,12 @@ from megatron.bridge.models.conversion.adapters.peft_files import (
     rank_and_alpha,
     read,
 )
+from megatron.bridge.models.conversion.adapters.stacked_experts import (
+    expert_module,
+    parameter_of,
+    stack_factors,
+    wrapped_modules,
+)
 from megatron.bridge.models.conversion.engine import exchange
 from megatron.bridge.models.conversion.engine.plan import ConversionPlan, WeightConversionTask
 from megatron.bridge.models.conversion.param_mapping import (
@@ -47,44 +59,6 @@ from megatron.bridge.models.conversion.param_mapping import (
     ShardSpec,
 )
 from megatron.bridge.utils.errors import UserError
-
-
-@dataclass(frozen=True)
-class Described:
-    """The settings in ``adapter_config.json`` for one Hugging Face module."""
-
-    rank: int
-    alpha: float
-    use_rslora: bool
-    use_dora: bool
-    dropout: float
-
-
-TASK_TYPES = {
-    None: "CAUSAL_LM",
-    "sequence_classification": "SEQ_CLS",
-    "token_classification": "TOKEN_CLS",
-    "embedding": "FEATURE_EXTRACTION",
-}
-"""The task name of each head in ``peft``."""
-
-
-@dataclass(frozen=True)
-class ModuleTensors:
-    """The adapter of one Hugging Face module, or the tensors of a module that is saved as a whole."""
-
-    module: str  # name of the module in the base checkpoint
-    described: (
-        Described | None
-    )  # settings of an adapter; None for a module that is saved as a whole
-    tensors: dict[str, Tensor]  # by the part of their names after the module's name
-    megatron_param: str = (
-        ""  # the parameter that the adapter updates, or the tensor's own parameter
-    )
-
-    def named(self, prefix: str = PREFIX) -> dict[str, Tensor]:
-        """Return the tensors by their full names; ``adapter_model.safetensors`` uses a prefix."""
-        return {f"{prefix}{self.module}.{name}": tensor for name, tensor in self.tensors.items()}
 
 
 def refuse_other_config(chunks: Sequence[nn.Module], peft_config: Any) -> None:
@@ -103,7 +77,28 @@ def merging(plan: ConversionPlan) -> ConversionPlan:
 
 
 def stream(plan: ConversionPlan) -> Iterator[ModuleTensors]:
-    """Yield the adapters of a model as full tensors on every rank, in the order of the model."""
+    """Yield the adapters of a model as full tensors on every rank, in the order of the model, stacked experts last."""
+    of_experts: dict[str, list[ModuleTensors]] = {}
+    for module in _stream_each(plan):
+        parameter = parameter_of(module.module)
+        if parameter is None:
+            yield module
+        else:
+            of_experts.setdefault(parameter, []).append(module)
+    for parameter, module_name in wrapped_modules(list(of_experts)).items():
+        yield _stack_experts(parameter, module_name, of_experts[parameter])
+
+
+def _stack_experts(parameter: str, module: str, experts: list[ModuleTensors]) -> ModuleTensors:
+    first = experts[0]
+    by_index = {expert.module: expert.tensors for expert in experts}
+    in_order = [by_index[expert_module(parameter, index)] for index in range(len(experts))]
+    a, b = stack_factors([(tensors[A], tensors[B]) for tensors in in_order])
+    return replace(first, module=module, tensors={A: a, B: b}, parameter=parameter)
+
+
+def _stream_each(plan: ConversionPlan) -> Iterator[ModuleTensors]:
+    """Yield the adapters of a model as ``stream``, those of stacked experts one by one."""
     for task in plan.tasks:
         local_modules = [] if task.is_copy or task.param_weight is None else _of_task(task)
         for index, (module, described, outlines) in enumerate(
@@ -174,7 +169,7 @@ def _of_part(task: WeightConversionTask, part: LowRankPart) -> Iterator[ModuleTe
         tensors[MAGNITUDE] = _join_factor(task, part, part.magnitude, "column")
     for name in _updated_names(task.mapping, part):
         factors = {kind: by_name[name].detach().contiguous() for kind, by_name in tensors.items()}
-        yield ModuleTensors(_module_of(name), described, factors)
+        yield ModuleTensors(module_of(name), described, factors)
 
 
 def _join_factor(
@@ -188,7 +183,11 @@ def _join_factor(
     group = exchange.shard_group(task.global_param_name)
     shards = exchange.all_gather(factor, group, shard.parts) if shard.parts > 1 else [factor]
     if part.role is None:
-        return task.mapping.join(replace(shard, shape=tuple(factor.shape)), shards)
+        joined = task.mapping.join(replace(shard, shape=tuple(factor.shape)), shards)
+        return {
+            _updated_name(task.mapping, name): _as_stored(task.mapping, tensor)
+            for name, tensor in joined.items()
+        }
     (name,) = names
     return {name: torch.cat(shards)[: task.mapping.hf_shapes(shard)[name][0]]}
 
@@ -200,14 +199,18 @@ def _is_split(shard: ShardSpec, side: ParallelKind) -> bool:
 
 def _updated_names(mapping: MegatronParamMapping, part: LowRankPart) -> list[str]:
     """Return the Hugging Face tensors that a part updates."""
-    if mapping.is_stacked or not mapping.copies:
-        reason = "holds all experts in one tensor" if mapping.is_stacked else "is computed from it"
+    if not mapping.copies:
         raise UserError(
             f"the adapter of {mapping.megatron_param} has no form in the peft format, as {mapping.hf_names[0]} "
-            f"{reason}: merge it into the model instead"
+            "is computed from it: merge it into the model instead"
+        )
+    if mapping.is_stacked and part.magnitude is not None:
+        raise UserError(
+            f"the adapter of {mapping.megatron_param} has no form in the peft format, which has no DoRA for experts "
+            "in one tensor: merge it into the model instead"
         )
     if part.role is None:
-        return mapping.hf_names
+        return [_updated_name(mapping, name) for name in mapping.hf_names]
     if isinstance(mapping.hf_param, str):
         raise UserError(
             f"the adapter of {mapping.megatron_param} has factors for {part.role} alone, but Hugging Face's "
@@ -216,103 +219,17 @@ def _updated_names(mapping: MegatronParamMapping, part: LowRankPart) -> list[str
     return [mapping.hf_param[part.role]]
 
 
-def _module_of(name: str) -> str:
-    return name.removesuffix(".weight")
+def _updated_name(mapping: MegatronParamMapping, hf_name: str) -> str:
+    """Return the name of a Hugging Face tensor, or of an expert's part of it."""
+    if not mapping.is_stacked:
+        return hf_name
+    assert mapping.expert is not None, "a parameter with all experts is not adapted as a whole"
+    return expert_module(hf_name, mapping.expert)
 
 
-def adapter_config(
-    modules: Sequence[ModuleTensors], plan: ConversionPlan, base: str | None
-) -> dict[str, Any]:
-    """Return the content of ``adapter_config.json`` for the adapters of ``stream``, with the shortest exact names."""
-    adapters = {
-        module.module: module.described for module in modules if module.described is not None
-    }
-    first = mode(adapters.values())
-    for key in ("use_rslora", "use_dora", "dropout"):
-        if len({getattr(module, key) for module in adapters.values()}) > 1:
-            raise UserError(
-                f"the adapters differ in {key}, which the peft format has once for all: merge them"
-            )
-    head = getattr(plan.tasks[0].shard.config, "head", None)
-    return {
-        **config_of(first, base),
-        "task_type": TASK_TYPES[head],
-        "target_modules": _brief_names(adapters, plan) or [],
-        "modules_to_save": _brief_saved(
-            {module.module for module in modules if module.described is None}, plan
-        ),
-        "rank_pattern": {
-            name: module.rank for name, module in adapters.items() if module.rank != first.rank
-        },
-        "alpha_pattern": {
-            name: module.alpha for name, module in adapters.items() if module.alpha != first.alpha
-        },
-    }
-
-
-def config_of(described: Described, base: str | None) -> dict[str, Any]:
-    """Return the part of ``adapter_config.json`` that is the same for all modules."""
-    return {
-        "peft_type": "LORA",
-        "task_type": "CAUSAL_LM",
-        "base_model_name_or_path": base,
-        "inference_mode": True,
-        "bias": "none",
-        "fan_in_fan_out": False,
-        "r": described.rank,
-        "lora_alpha": described.alpha,
-        "lora_dropout": described.dropout,
-        "use_rslora": described.use_rslora,
-        "use_dora": described.use_dora,
-    }
-
-
-def _last_segment(module: str) -> str:
-    return module.rpartition(".")[2]
-
-
-def _brief_names(modules: Iterable[str], plan: ConversionPlan) -> list[str] | None:
-    """Return names for ``modules``: the last segment if it matches only these, otherwise the full names."""
-    adapted = set(modules)
-    names: dict[str, None] = {}
-    everywhere = _modules_of_transformers(plan)
-    for module in sorted(adapted):
-        same = {
-            candidate
-            for candidate in everywhere
-            if _last_segment(candidate) == _last_segment(module)
-        }
-        # a numeric segment also matches the layer with this number
-        names[
-            _last_segment(module)
-            if same <= adapted and not _last_segment(module).isdigit()
-            else module
-        ] = None
-    return list(names) or None
-
-
-def _modules_of_transformers(plan: ConversionPlan) -> set[str]:
-    """Return the modules of transformers' model with tensors, also of parts that are copied, and their parents.
-
-    Gemma 4's towers have a module ``q_proj`` without tensors of its own, and ``peft`` cannot adapt it.
-    """
-    loaded = set(plan.buffers) - set(plan.unread)
-    modules = {_module_of(name) for name in (*plan.hf_names, *loaded)}
-    parents = {name.rpartition(".")[0] for name in modules}
-    return modules | parents
-
-
-def _brief_saved(modules: set[str], plan: ConversionPlan) -> list[str] | None:
-    """Return names for modules that are saved as a whole, which ``peft`` compares with the ends of all names.
-
-    ``norm`` would also be ``input_layernorm``, so the full name is needed there.
-    """
-    everywhere = {_module_of(name) for name in plan.hf_names}
-    names: dict[str, None] = {}
-    for module in sorted(modules):
-        alike = {candidate for candidate in everywhere if candidate.endswith(_last_segment(module))}
-        names[_last_segment(module) if alike <= modules else module] = None
-    return list(names) or None
+def _as_stored(mapping: MegatronParamMapping, factor: Tensor) -> Tensor:
+    """Turn a factor of an [in, out] weight, which was joined like it, or back: ``peft`` stores factors in one way."""
+    return factor.mT if mapping.is_stacked and mapping.transposed else factor
 
 
 def save(plan: ConversionPlan, directory: Path, base: str | None, write: bool) -> None:
@@ -323,7 +240,10 @@ def save(plan: ConversionPlan, directory: Path, base: str | None, write: bool) -
     ]
     if not any(module.described for module in modules):
         raise UserError("this model has no adapters to write: save the model itself")
-    _refuse_what_is_dropped(plan, {module.module for module in modules if module.described})
+    described = [module for module in modules if module.described is not None]
+    _refuse_what_is_dropped(
+        plan, {module.module for module in described if module.parameter is None}
+    )
     config = adapter_config(modules, plan, base)
     if write:
         tensors = {
@@ -339,9 +259,9 @@ def save(plan: ConversionPlan, directory: Path, base: str | None, write: bool) -
 def _refuse_what_is_dropped(plan: ConversionPlan, modules: set[str]) -> None:
     """Refuse adapters that ``peft`` would silently drop."""
     experts = {
-        task.global_param_name: {_module_of(name) for name in task.mapping.hf_names}
+        task.global_param_name: {module_of(name) for name in task.mapping.hf_names}
         for task in plan.tasks
-        if ".experts." in task.global_param_name
+        if ".experts." in task.global_param_name and not task.mapping.is_stacked
     }
     _refuse_namesakes(
         {module for expert_modules in experts.values() for module in expert_modules}, modules
@@ -353,14 +273,14 @@ def _refuse_what_is_dropped(plan: ConversionPlan, modules: set[str]) -> None:
 
 def _refuse_namesakes(experts: set[str], modules: set[str]) -> None:
     """Refuse shared experts or dense layers that ``peft`` would confuse with experts of the same name."""
-    leaves = {_last_segment(module) for module in experts}
+    leaves = {last_segment(module) for module in experts}
     namesake = next(
-        (module for module in sorted(modules - experts) if _last_segment(module) in leaves), None
+        (module for module in sorted(modules - experts) if last_segment(module) in leaves), None
     )
     if namesake is not None:
         raise UserError(
             f"{namesake} has an adapter that peft cannot load, because layers of experts are also "
-            f"called {_last_segment(namesake)}: "
+            f"called {last_segment(namesake)}: "
             "leave it out with peft.exclude_modules, or merge the adapters into the model"
         )
 
@@ -511,7 +431,7 @@ def _fill_whole(
         if _tensor_key(hf_name, EMBEDDING_A) in tensors:
             a = tensors[_tensor_key(hf_name, EMBEDDING_A)]
             b = tensors[_tensor_key(hf_name, EMBEDDING_B)]
-            rank, alpha = rank_and_alpha(config, _module_of(hf_name))
+            rank, alpha = rank_and_alpha(config, module_of(hf_name))
             scaling = alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)
             updates[hf_name] = (b.float() @ a.float()).T * scaling
     for piece in task.mapping.copy_ranges(task.shard):
@@ -540,7 +460,7 @@ def _claimed_keys(task: WeightConversionTask, part: LowRankPart) -> list[str]:
 
 
 def _tensor_key(name: str, kind: str) -> str:
-    return f"{PREFIX}{_module_of(name)}.{kind}"
+    return f"{PREFIX}{module_of(name)}.{kind}"
 
 
 def _check_part(
@@ -552,7 +472,7 @@ def _check_part(
 ) -> None:
     names = _updated_names(task.mapping, part)
     for name in names:
-        rank, alpha = rank_and_alpha(config, _module_of(name))
+        rank, alpha = rank_and_alpha(config, module_of(name))
         of_model = (part.a.shape[0], part.alpha, part.use_rslora)
         of_files = (rank, alpha, bool(config.get("use_rslora")))
         if of_model != of_files:
@@ -580,7 +500,13 @@ def _check_shapes(
     directory: Path,
 ) -> None:
     """Refuse factors whose matrix has a different shape: a slice of a wider factor would fit."""
-    outputs, inputs = task.mapping.hf_shapes(task.shard)[name]
+    shapes = {
+        _updated_name(task.mapping, hf_name): shape
+        for hf_name, shape in task.mapping.hf_slice_shapes(task.shard).items()
+    }
+    outputs, inputs = shapes[name]
+    if task.mapping.is_stacked and task.mapping.transposed:
+        outputs, inputs = inputs, outputs
     rank = part.a.shape[0]
     expected_shapes: dict[str, tuple[int, ...]] = {A: (rank, inputs), B: (outputs, rank)}
     if part.magnitude is not None:
@@ -611,7 +537,8 @@ def _fill_factors(
         else:
             factor.zero_()
             for piece in task.mapping.copy_ranges(replace(task.shard, shape=tuple(factor.shape))):
-                piece.of_shard(factor).copy_(piece.of_hf(stored[piece.hf]))
+                source = stored[_updated_name(task.mapping, piece.hf)]
+                piece.of_shard(factor).copy_(piece.of_slice(_as_stored(task.mapping, source)))
 
 
 def _copy_rows(factor: Tensor, full_factor: Tensor, shard: ShardSpec) -> None:

@@ -370,6 +370,23 @@ def as_stacked(
     if up is None or down is None:
         return registry
     turned = (up[1], up[2]) != (2 * down[2], down[1])
+    return with_stacked_experts(registry, layers, names, turned)
+
+
+def with_stacked_experts(
+    registry: MegatronMappingRegistry,
+    layers: str,
+    names: str = "mlp.experts",
+    turned: bool = False,
+) -> MegatronMappingRegistry:
+    """Return ``registry`` with one Hugging Face tensor for all experts of a layer, as in transformers' modules.
+
+    Args:
+        registry: Mappings of the experts in any form.
+        layers: Pattern of the layers' names.
+        names: Of the experts in a layer.
+        turned: Whether each expert's matrix is stored as [in, out].
+    """
     stacked_mappings = {
         mapping.megatron_param: mapping
         for mapping in stacked_experts(names, layers=layers, turned=turned)
