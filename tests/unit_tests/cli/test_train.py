@@ -551,7 +551,7 @@ BAD = [
     ([*FINETUNE[1:], "--mode", "dora", "peft=null"], "has no peft: change its peft"),
     (
         [*FINETUNE[1:], "--peft-scheme", "lroa"],
-        "peft=lroa is not known; did you mean lora or dora?",
+        "peft=lroa is not known; did you mean lora",
     ),
     (
         [*RECIPE[1:], "--packed-sequence"],

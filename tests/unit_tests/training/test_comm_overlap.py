@@ -114,7 +114,6 @@ def test_derived_values_say_so():
 
 ENGINE = {
     "tp_comm_overlap": {"tensor_model_parallel_size": 2, "sequence_parallel": True},
-    "cpu_offloading": {"cpu_offloading_num_layers": 1},
     "fine_grained_activation_offloading": {"offload_modules": ["core_attn"]},
 }
 

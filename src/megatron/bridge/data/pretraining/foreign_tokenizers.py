@@ -95,7 +95,8 @@ def _read_sentencepiece(path: Path) -> Any:
         raise UserError(
             f"--tokenizer-model {path} is not a file: give the model that SentencePiece wrote"
         )
-    proto = import_protobuf().ModelProto()
+    model_pb2: Any = import_protobuf()
+    proto = model_pb2.ModelProto()
     try:
         proto.ParseFromString(path.read_bytes())
     except DecodeError as error:

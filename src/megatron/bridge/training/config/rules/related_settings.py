@@ -138,13 +138,13 @@ EXCLUSIONS = [
         )
     ),
     Exclusive(
-        "distill.jsd_beta",
         "distill.top_k",
+        "distill.jsd_beta",
         remedy="other divergences are those of all tokens, unset one of them",
     ),
     Exclusive(
-        "distill.on_policy_fraction",
         "distill.cache",
+        "distill.on_policy_fraction",
         remedy="a cache has no logits of new answers, run the teacher",
     ),
     Exclusive(
