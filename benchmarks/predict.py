@@ -17,6 +17,7 @@ from itertools import combinations
 from pathlib import Path
 from typing import Any
 
+from benchmarks import deepseek_v4
 from megatron.bridge.autotune.gpus import GPUS
 from megatron.bridge.autotune.ledger import spread
 from megatron.bridge.autotune.search.candidate import (
@@ -71,6 +72,8 @@ NO_TENSOR_OVERLAP = ("nemotron_3_super",)
 """Models whose performance recipes do not set ``tp_comm_overlap``."""
 PUBLISHED = {"Moonlight-16B-A3B": ("deepseek_v3", "moonshotai/Moonlight-16B-A3B")}
 """Models without a recipe of pretraining: a recipe with the same kind of layers, and a published config."""
+COUNTED = ("deepseekv4flash",)
+"""Models whose layers this package does not have: ``deepseek_v4`` counts them."""
 SIZES: dict[str, tuple[str, dict[str, Any]]] = {
     # NeMo's Nemotron3Config22B: Nemotron-4 15B with more layers, and keys for each head
     "nemotron22b": ("nemotron4_15b", {"num_layers": 40, "num_query_groups": None}),
@@ -79,6 +82,8 @@ SIZES: dict[str, tuple[str, dict[str, Any]]] = {
 
 _COUNTED: dict[tuple[str, int, bool], dict[Any, Any]] = {}
 """Layers by model, length and adapters: most models are in many rows."""
+
+UNKNOWN_MEMORY = (0,)  # of counted layers, whose activations are not known
 
 LLAMA_PAPER = {
     "virtual": 8,
@@ -202,6 +207,9 @@ def _config(line: dict[str, str]) -> Any:
         start, hub_id = PUBLISHED[line["model"]]
         config = _resolved(start)
         config.model = size_of(hub_id).provider()
+    elif key in COUNTED:
+        config = _resolved("deepseek_v3")
+        deepseek_v4.set_sizes(config.model)
     elif key in SIZES:
         start, sizes = SIZES[key]
         config = _resolved(start)
@@ -272,7 +280,11 @@ def _predict(line: dict[str, str], config: Any, card: str, verbose: bool) -> Row
     of_row = (line["model"], length, "LoRA" in line["source"])
     pricer = Pricer(config, gpus, card, layers=_COUNTED.setdefault(of_row, {}))
     _, pricer.further_losses = PREDICTED_AHEAD.get(str(_start(line)), ("", 0))
-    price = pricer.price(candidate, makespan)
+    if _plain(line["model"]) in COUNTED:
+        pricer.use_layers(deepseek_v4.count_layers(length))
+        price = pricer.price(candidate, makespan, memory=UNKNOWN_MEMORY)
+    else:
+        price = pricer.price(candidate, makespan)
     assert price is not None, line
     step = price.prediction
     measured = (

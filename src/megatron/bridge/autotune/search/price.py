@@ -100,6 +100,10 @@ class Pricer:
         self._divided: dict[Candidate, list[int] | None] = {}
         self._shapes: dict[LayerShape, LayerShape] = {}
 
+    def use_layers(self, layers: CountedLayers) -> None:
+        """Price models whose layers this package does not build, with one tensor rank."""
+        self._layers[1, 1] = layers
+
     @cached_property
     def kernels(self) -> Any:
         return roofline_of(self.config, self.card, self.profile, self.world_size)
