@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The layers of DeepSeek-V4 as the numbers that a prediction reads, from transformers' class and its default sizes (Flash).
+"""The layers of DeepSeek-V4 as the numbers that a prediction reads, from transformers' class.
 
-This package has no such layers yet. Attention sees a window, and of the compressed tokens those that an indexer selects
+Its default sizes are those of Flash. This package has no such layers yet. Attention sees a window, and of the compressed tokens those that an indexer selects
 (one of 4 tokens is compressed in its layers, one of 128 in the others, of which all are seen). The residual stream is
 ``hc_mult`` streams wide. Layers of one kind are equal.
 """
@@ -26,7 +26,7 @@ _STREAMS_READ = 3
 
 
 def set_sizes(model: Any) -> None:
-    """Set the sizes of DeepSeek-V4 Flash that concern the whole model, in the provider of another model with experts."""
+    """Set the sizes of DeepSeek-V4 Flash that concern the full model, in the provider of another model with experts."""
     sizes = DeepseekV4Config()
     model.num_layers = sizes.num_hidden_layers
     model.hidden_size = sizes.hidden_size
