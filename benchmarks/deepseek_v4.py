@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The layers of DeepSeek-V4 as the numbers that a prediction reads, from transformers' class.
 
-Its default sizes are those of Flash. This package has no such layers yet. Attention sees a window, and of the compressed tokens those that an indexer selects
-(one of 4 tokens is compressed in its layers, one of 128 in the others, of which all are seen). The residual stream is
-``hc_mult`` streams wide. Layers of one kind are equal.
+Its default sizes are those of Flash. This package has no such layers yet. Attention sees a window, and compressed
+tokens: one of 4 in the layers in which an indexer selects some, one of 128 in the others, of which all are seen. The
+residual stream is ``hc_mult`` streams wide. Layers of one kind are equal.
 """
 
 from typing import Any
