@@ -326,6 +326,39 @@ def test_silent_files_of_rewards_have_the_defaults_of_their_framework():
     assert "grpo.steps_per_generation" not in settings
 
 
+def test_files_of_on_policy_distillation():
+    values = {"teacher_model_name_or_path": "Qwen/Qwen3-8B", "lmbda": 0.25, "max_new_tokens": 64}
+    translated = translate({**values, "seq_kd": True}, 2)
+    assert translated.framework.name == "TRL's GKDConfig"
+    assert translated.options["mode"] == "distill"
+    expected = {
+        "distill.teacher": "Qwen/Qwen3-8B",
+        "distill.on_policy_fraction": "0.25",
+        "distill.max_completion_length": "64",
+        "distill.jsd_beta": "0.5",
+        "distill.completion_temperature": "0.9",
+        "distill.ce_weight": "0.0",
+        "distill.kl_weight": "1.0",
+        "optimizer.lr": "2e-05",
+    }
+    settings = translated.translation.settings
+    assert {key: settings[key] for key in expected} == expected
+    assert not [key for key in settings if key.startswith(("dpo.", "grpo."))]
+    assert "seq_kd" in translated.translation.missing
+    assert "dataset.train_on=last" in translated.translation.missing["dataset"]
+    assert "beta" not in translated.translation.implied
+
+
+def test_beta_may_be_zero_but_for_preferences():
+    for values, key in (
+        ({"num_generations": 8}, "grpo.beta"),
+        ({"lmbda": 0.5}, "distill.jsd_beta"),
+    ):
+        assert translate({**values, "beta": 0}, 1).translation.settings[key] == "0"
+    with pytest.raises(UserError, match=r"beta=0.*above 0"):
+        translate({"beta": 0, "precompute_ref_log_probs": True}, 1)
+
+
 def test_a_generation_of_rewards_is_whole_steps():
     halves = {**GRPO, "steps_per_generation": 3}
     with pytest.raises(UserError, match=r"steps_per_generation=3.*multiple"):

@@ -20,6 +20,7 @@ from megatron.bridge.cli.migrate.trainer_defaults import (
     AXOLOTL,
     FRAMEWORKS,
     LLAMA_FACTORY,
+    TRL_GKD,
     TRL_GRPO,
     Framework,
     framework_of,
@@ -150,7 +151,7 @@ class TrainerRun:
     options: dict[str, str] = field(default_factory=dict[str, str])
     """Options of ``megatron-bridge train``, by name; an empty text is a switch."""
     stage: str = "sft"
-    """``sft``, ``dpo``, ``grpo`` or ``pretrain``."""
+    """``sft``, ``dpo``, ``grpo``, ``distill`` or ``pretrain``."""
     adapter: str | None = None
     """``lora`` or ``dora``; None trains all weights."""
 
@@ -173,6 +174,8 @@ def translate(
     _refuse_rewards(values, run.framework)
     if run.framework is TRL_GRPO:
         run.stage = "grpo"
+    if run.framework is TRL_GKD:
+        run.stage = "distill"
     names = {_ALIASES.get(key, key): key for key in values}
     given = {
         name: to_number(name, values[key]) for name, key in names.items() if values[key] is not None
@@ -189,6 +192,8 @@ def translate(
     _set_batch_size(given, ranks, run)
     if run.stage == "grpo":
         _set_generation(given, ranks, run)
+    if run.stage == "distill":
+        _set_distillation(given, run)
     _set_mode(run)
     run.translation.refuse_out_of_range(EARLY_RANGES)
     return run
@@ -383,6 +388,16 @@ def _set_generation(given: Mapping[str, Any], ranks: int, run: TrainerRun) -> No
     )
 
 
+def _set_distillation(given: Mapping[str, Any], run: TrainerRun) -> None:
+    """Set what TRL's GKDTrainer always does: it learns from the teacher alone, which is the model itself by default."""
+    for key, value in (("ce_weight", 0.0), ("kl_weight", 1.0)):
+        run.translation.set(f"distill.{key}", value, "GKDTrainer")
+    if "teacher_model_name_or_path" not in given:
+        run.translation.missing["teacher_model_name_or_path"] = (
+            "it is not given, and TRL takes the model itself: set distill.teacher"
+        )
+
+
 def _set_mode(run: TrainerRun) -> None:
     """Choose the options of the command by stage and adapter."""
     translation = run.translation
@@ -393,7 +408,9 @@ def _set_mode(run: TrainerRun) -> None:
         _drop_block("dpo", "no preferences are trained", run)
     if run.stage != "grpo":
         _drop_block("grpo", "no rewards are trained on", run)
-    if run.stage in ("dpo", "grpo"):
+    if run.stage != "distill":
+        _drop_block("distill", "there is no teacher", run)
+    if run.stage in ("dpo", "grpo", "distill"):
         run.options["mode"] = run.stage
         if run.adapter is not None:
             run.options["peft-scheme"] = run.adapter
@@ -407,7 +424,8 @@ def _drop_block(block: str, reason: str, run: TrainerRun) -> None:
     for key in [key for key in translation.settings if key.startswith(f"{block}.")]:
         origin = translation.origins[key]
         translation.drop(key, reason)
-        if f"{run.stage}.{key.removeprefix(f'{block}.')}" in translation.settings:
+        of_stage = [name for name in translation.settings if name.startswith(f"{run.stage}.")]
+        if origin in {translation.origins[name] for name in of_stage}:
             translation.implied.pop(origin, None)
 
 
@@ -551,6 +569,14 @@ def _model(value: Any, run: TrainerRun) -> None:
     run.options["hf-model"] = str(value)
 
 
+def _answers_of_teacher(value: Any, run: TrainerRun) -> str | None:
+    return (
+        "the teacher writes no answers here: generate them first, and train on them"
+        if value
+        else None
+    )
+
+
 _SPECIAL: dict[str, Callable[[Any, TrainerRun], str | None]] = {
     "lr_scheduler_type": _schedule,
     "lr_scheduler_kwargs": _scheduler_options,
@@ -577,6 +603,7 @@ _SPECIAL: dict[str, Callable[[Any, TrainerRun], str | None]] = {
     "pref_loss": _loss_type,
     "loss_type": _loss_type,
     "scale_rewards": _scale_rewards,
+    "seq_kd": _answers_of_teacher,
     "steps_per_generation": lambda value, run: None,
     "generation_batch_size": lambda value, run: None,
     "warmup_steps": lambda value, run: None,

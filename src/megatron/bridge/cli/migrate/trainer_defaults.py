@@ -104,11 +104,25 @@ TRL_GRPO = Framework(
     {},
     _PEFT_OF_TRL,
 )
+TRL_GKD = Framework(
+    "TRL's GKDConfig",
+    frozenset({"lmbda", "seq_kd", "teacher_model_name_or_path", "teacher_model_init_kwargs"}),
+    {
+        **TRL_SFT.defaults,
+        "temperature": 0.9,
+        "lmbda": 0.5,
+        "beta": 0.5,
+        "max_new_tokens": 128,
+    },
+    {"dataset.train_on": "last", "dataset.truncation": "right"},
+    _PEFT_OF_TRL,
+)
 FRAMEWORKS = {
     "trainer": TRAINER,
     "trl-sft": TRL_SFT,
     "trl-dpo": TRL_DPO,
     "trl-grpo": TRL_GRPO,
+    "trl-gkd": TRL_GKD,
     "axolotl": AXOLOTL,
     "llama-factory": LLAMA_FACTORY,
 }
@@ -117,11 +131,13 @@ FRAMEWORKS = {
 def framework_of(keys: Iterable[str]) -> Framework:
     """Return the framework with the most keys of its own in a file; without any, it is the Trainer.
 
-    TRL's GRPOConfig has most keys of its DPOConfig, so a single key of its own decides.
+    TRL's GRPOConfig has most keys of its DPOConfig, and its GKDConfig those of its SFTConfig, so a single key of their
+    own decides.
     """
     given = set(keys)
-    if TRL_GRPO.marks & given:
-        return TRL_GRPO
+    for framework in (TRL_GRPO, TRL_GKD):
+        if framework.marks & given:
+            return framework
     return max(FRAMEWORKS.values(), key=lambda framework: len(framework.marks & given))
 
 
@@ -153,10 +169,12 @@ _RANGES = {
     **dict.fromkeys(("per_device_train_batch_size", "gradient_accumulation_steps"), _COUNT),
     **dict.fromkeys(("lora_r", "max_length", "save_total_limit", "dataset_num_proc"), _COUNT),
     **dict.fromkeys(("seed", "dataloader_num_workers"), _WHOLE),
-    **dict.fromkeys(("num_train_epochs", "adam_epsilon", "lora_alpha", "beta"), _POSITIVE),
+    **dict.fromkeys(("num_train_epochs", "adam_epsilon", "lora_alpha"), _POSITIVE),
     **dict.fromkeys(("save_steps", "eval_steps", "logging_steps"), _POSITIVE),
     **dict.fromkeys(("learning_rate", "weight_decay", "max_grad_norm", "warmup_steps"), _FROM_ZERO),
     **dict.fromkeys(("adam_beta1", "adam_beta2", "lora_dropout", "warmup_ratio"), _SHARE),
+    "lmbda": _SHARE,
+    "beta": _FROM_ZERO,  # that of preferences is above 0, which the range of dpo.beta says
     "max_steps": _Range("a whole number", -math.inf, is_whole=True),
 }
 
