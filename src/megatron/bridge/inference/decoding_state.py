@@ -24,6 +24,7 @@ from torch.distributed.tensor import DTensor
 
 from megatron.bridge.backends.attention.sparse_attention import Indexer
 from megatron.bridge.backends.attention.torch_attention import TorchAttention
+from megatron.bridge.backends.cpu.device import has_cuda
 from megatron.bridge.backends.decoding.attention_cache import (
     AttentionCache,
     LatentCache,
@@ -54,6 +55,11 @@ from megatron.bridge.utils.errors import UserError
 from megatron.bridge.utils.patching import patched
 
 _PARALLEL_LINEAR = (tensor_parallel.ColumnParallelLinear, tensor_parallel.RowParallelLinear)
+_CHANGING_CACHES: dict[type, str] = {
+    LatentCache: "latent attention, because each text has a kernel call of the length of its keys",
+    WindowCache: "windows as rings, because each text has a kernel call of the length of its ring",
+    ExpertCache: "experts, because the number of tokens of each is read on the host",
+}
 # mixers whose earlier tokens are states of one size
 _RECURRENT = tuple(kind for feature in FEATURES for kind in feature.recurrent_modules)
 
@@ -206,22 +212,23 @@ class DecodingState:
         return {router.layer_number: cache.experts for router, cache in self._expert_caches}
 
     @property
-    def repeats_kernels(self) -> bool:
-        """Return whether single-token steps always launch the same kernels, so that they can be replayed."""
-        plain = all(
-            type(cache) is AttentionCache
-            and isinstance(core, TorchAttention)
-            and cache.repeats_kernels(core)
-            for core, cache in self._caches
-        )
+    def has_recurrent_layers(self) -> bool:
+        return any(isinstance(cache, RecurrentCache) for _, cache in self._caches)
+
+    def find_changing_kernels(self) -> str | None:
+        """Name what launches other kernels in another single-token step, which cannot be replayed then."""
         config: Any = self.bare[0].config
-        same_angles = switch_length(self.bare) is None
-        return (
-            plain
-            and same_angles
-            and not config.num_moe_experts
-            and getattr(config, "vision", None) is None
-        )
+        if config.num_moe_experts:
+            return "experts, because the number of tokens of each is read on the host"
+        if getattr(config, "vision", None) is not None:
+            return "a vision tower, because positions have three axes or images change the step"
+        if switch_length(self.bare) is not None:
+            return "LongRoPE, because long texts have other angles"
+        for module, cache in self._caches:
+            reason = _changing_kernels_of(module, cache)
+            if reason is not None:
+                return reason
+        return None
 
     def _select_rows(self, module: Any, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         """Keep the hidden states whose logits are needed, with padding: a hook before the output layer."""
@@ -231,6 +238,26 @@ class DecodingState:
                 hidden, group=module.tp_group
             )
         return hidden if self._rows is None else hidden[self._rows], *other_args
+
+
+def _changing_kernels_of(module: Any, cache: Any) -> str | None:
+    """Name what launches other kernels in each step if a layer has this cache."""
+    if isinstance(cache, RecurrentCache):
+        return None
+    for kind, reason in _CHANGING_CACHES.items():
+        if isinstance(cache, kind):
+            return reason
+    if not isinstance(module, TorchAttention):
+        return "sparse attention, because each text has a choice of its keys"
+    return None if cache.repeats_kernels(module) else _missing_kernel_of(module)
+
+
+def _missing_kernel_of(core: TorchAttention) -> str:
+    if core.softcap is not None:
+        return "soft-capped scores, which no kernel for all texts has"
+    if core.softmax_offset is not None and not has_cuda():
+        return "attention with sinks, which the kernel of CPUs for all texts does not have"
+    return "attention for which this machine has no kernel for all texts"
 
 
 class Changes(ExitStack):

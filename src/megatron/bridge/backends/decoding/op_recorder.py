@@ -2,7 +2,8 @@
 """Repeat the PyTorch operators of a forward pass without the Python code that called them.
 
 On a CPU, a step of few tokens spends a third of its time in the Python code of modules. Replayed operators read and
-write the tensors that were there when they were recorded: inputs are tensors whose values change in place.
+write the tensors that were there when they were recorded: inputs are tensors whose values change in place. A collective
+of several ranks is called again and waited for, so all of its ranks must replay together.
 """
 
 import operator
@@ -13,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.weak import WeakIdKeyDictionary
 
 from megatron.bridge.backends.kernels.c_kernels import FUNCTIONS
@@ -46,7 +47,7 @@ class _Recorder(TorchDispatchMode):
         self._nodes: MutableMapping[Tensor, fx.Node] = (
             WeakIdKeyDictionary()
         )  # memory of results is freed as always
-        self._constants: list[Tensor] = []
+        self._constants: list[Any] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         assert func is not torch.ops.aten._local_scalar_dense.default, (
@@ -58,6 +59,9 @@ class _Recorder(TorchDispatchMode):
         if result is not NotImplemented:  # it consists of other operators, which have been recorded
             return result
         result = func(*args, **kwargs)
+        if func.namespace == "c10d":  # its results are among its arguments
+            self._graph.call_function(_run_collective, tree_map(self._node, (func, args, kwargs)))
+            return result
         if (
             args and result is args[0] and not func._schema.is_mutable
         ):  # such as a cast to the same dtype
@@ -74,6 +78,9 @@ class _Recorder(TorchDispatchMode):
 
     def _node(self, value: Any) -> Any:
         """Return the node that computes a tensor, or an input of the graph for a tensor from before."""
+        if isinstance(value, torch.ScriptObject):  # such as a process group
+            self._constants.append(value)
+            return self._graph.placeholder(f"constant{len(self._constants)}")
         if not isinstance(value, Tensor):
             return value
         if value not in self._nodes:
@@ -88,3 +95,9 @@ class _Recorder(TorchDispatchMode):
         functions: dict[str, Any] = dict(code.globals)
         exec(code.src, functions)  # a GraphModule would also keep the graph: 2 MB for 30 layers
         return lambda: functions["forward"](None, *constants)
+
+
+def _run_collective(func: Any, args: Any, kwargs: Any) -> None:
+    for leaf in tree_leaves(func(*args, **kwargs)):
+        if isinstance(leaf, torch.ScriptObject):  # what the callers of Python's functions wait for
+            leaf.wait()
