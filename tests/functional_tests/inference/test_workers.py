@@ -6,8 +6,6 @@ import signal
 
 import pytest
 
-from megatron.bridge.backends.decoding.op_recorder import record
-from megatron.bridge.inference import decoding_graphs
 from megatron.bridge.inference.llm import LLM
 from megatron.bridge.inference.requests import Sampling
 from megatron.bridge.utils.errors import UserError
@@ -44,24 +42,6 @@ def test_two_ranks_of_a_plain_script(model_dir):  # noqa: F811
         rank.join()
         with pytest.raises(UserError, match=r"rank 1 of 2 ended"):
             llm._workers._receive(1)
-
-
-def test_replayed_steps_of_two_ranks_have_the_same_bits(model_dir, monkeypatch):  # noqa: F811
-    recordings = []
-    monkeypatch.setattr(
-        decoding_graphs, "record", lambda forward: recordings.append(forward) or record(forward)
-    )
-    sampled = [
-        Sampling(max_new_tokens=12, logprobs=2, ignore_eos=True),
-        Sampling(max_new_tokens=20, temperature=0.9, seed=3, n=8, ignore_eos=True),
-    ]
-    texts = []
-    for graphs in (False, True):
-        with LLM(str(model_dir), tp=2, graphs=graphs, **OPTIONS) as llm:
-            texts.append(llm.generate([[5, 6, 7], [9] * 20], sampled))
-            obstacle = llm.engine.replay_obstacle
-    assert texts[0] == texts[1]
-    assert (obstacle, len(recordings)) == (None, 2)  # of 16 rows, and of 8
 
 
 @pytest.mark.slow

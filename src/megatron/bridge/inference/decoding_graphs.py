@@ -70,7 +70,11 @@ class DecodingGraphs:
         key = self._rows(len(plan.work)), self._adapters_of_graph(plan)
         if key not in self._graphs:
             self._graphs[key] = self._make_graph(*key)
-        return self._graphs[key].run(plan)
+        graph = self._graphs[key]
+        graph.set_inputs(plan)
+        if not has_cuda():
+            self._begin(graph.inputs, key[1], plan.records_experts)
+        return graph.replay()
 
     def _forget_old_adapters(self) -> None:
         """Discard the graphs of layers whose adapters have been replaced."""
@@ -100,12 +104,8 @@ class DecodingGraphs:
         graph = _Graph(rows, names, self._state)
 
         def forward() -> Tensor:
-            ids, positions, keys, slots, numbers = graph.inputs.unbind()
-            self._state.begin(SingleTokens(positions, keys, slots, self._longest), None)
-            if len(names) == 1:
-                self._adapters.begin_for_all_rows(names[0])
-            else:
-                self._adapters.begin_with_masks([name or "" for name in names[1:]], numbers)
+            self._begin(graph.inputs, names)
+            ids, positions = graph.inputs[0], graph.inputs[1]
             inputs = {"position_ids": positions[None], "attention_mask": None}
             return self._chunk(input_ids=ids[None], runtime_gather_output=True, **inputs)[0]
 
@@ -113,6 +113,18 @@ class DecodingGraphs:
         with patched(parallel_state, _GLOBAL_MEMORY_BUFFER=graph.buffers):
             graph.replay = self._capture(forward)
         return graph
+
+    def _begin(
+        self, inputs: Tensor, names: tuple[str | None, ...], records_experts: bool = False
+    ) -> None:
+        """Prepare for a forward pass, or for the code that its replay on a CPU runs (``run_unrecorded``)."""
+        _, positions, keys, slots, numbers = inputs.unbind()
+        step = SingleTokens(positions, keys, slots, self._longest)
+        self._state.begin(step, None, records_experts)
+        if len(names) == 1:
+            self._adapters.begin_for_all_rows(names[0])
+        else:
+            self._adapters.begin_with_masks([name or "" for name in names[1:]], numbers)
 
     def _capture(self, forward: _Forward) -> _Forward:
         """Return a function that repeats ``forward`` and returns its result."""
@@ -152,12 +164,11 @@ class _Graph:
         self.inputs = torch.tensor([self._padding] * rows, device=state.device).t().contiguous()
         self._host = torch.empty(5, rows, dtype=torch.long, pin_memory=self.inputs.is_cuda)
 
-    def run(self, plan: StepPlan) -> Tensor:
+    def set_inputs(self, plan: StepPlan) -> None:
         rows = [self._row(work) for work in plan.work]
         rows += [self._padding] * (self._host.size(1) - len(rows))
         self._host.copy_(torch.tensor(rows).t())
         self.inputs.copy_(self._host, non_blocking=True)
-        return self.replay()
 
     def _row(self, work: Work) -> tuple[int, ...]:
         text = work.text
@@ -185,7 +196,7 @@ def _find_layout_obstacle(chunks: Sequence[nn.Module], state: DecodingState) -> 
         return "context parallelism"
     if any(isinstance(weight, DTensor) for weight in state.bare[0].parameters()):
         return "fully sharded weights, because layers gather them when they need them"
-    group = parallel_state.get_tensor_model_parallel_group()
+    group: Any = parallel_state.get_tensor_model_parallel_group()
     if group.size() > 1 and state.device.type == "cuda" and dist.get_backend(group) != "nccl":
         return f"backend {dist.get_backend(group)}, whose collectives a CUDA graph cannot capture"
     return None

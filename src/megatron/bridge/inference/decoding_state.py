@@ -9,6 +9,7 @@ import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from megatron.core import parallel_state, tensor_parallel
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 from megatron.core.ssm.mamba_mixer import MambaMixer
 from megatron.core.transformer.attention import SelfAttention
+from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
 from megatron.core.transformer.multi_latent_attention import MultiLatentAttention
 from megatron.core.utils import GlobalMemoryBuffer
@@ -31,6 +33,7 @@ from megatron.bridge.backends.decoding.attention_cache import (
     WindowCache,
 )
 from megatron.bridge.backends.decoding.expert_cache import ExpertCache
+from megatron.bridge.backends.decoding.op_recorder import run_unrecorded
 from megatron.bridge.backends.decoding.packed_linear import (
     PackedForward,
     PackedLayer,
@@ -129,6 +132,10 @@ class DecodingState:
             changes.set(self, "_is_attached", True)
             if self._pack:
                 self._pack_weights(self._packing)
+            for module in _modules_of_kind(
+                self.bare, MoELayer
+            ):  # they read the tokens of each expert
+                changes.set(module, "forward", partial(run_unrecorded, module.forward))
             for module in _modules_of_kind(self.bare, SharedExpertMLP):
                 plain = module.use_shared_expert_gate and not isinstance(
                     module.gate_weight, DTensor
@@ -218,14 +225,14 @@ class DecodingState:
     def find_changing_kernels(self) -> str | None:
         """Name what launches other kernels in another single-token step, which cannot be replayed then."""
         config: Any = self.bare[0].config
-        if config.num_moe_experts:
-            return "experts, because the number of tokens of each is read on the host"
         if getattr(config, "vision", None) is not None:
             return "a vision tower, because positions have three axes or images change the step"
         if switch_length(self.bare) is not None:
             return "LongRoPE, because long texts have other angles"
+        if any(isinstance(module, Indexer) for module, _ in self._caches):
+            return "sparse attention, because each text has a choice of its keys"
         for module, cache in self._caches:
-            reason = _changing_kernels_of(module, cache)
+            reason = _changing_kernels_of(module, cache) if has_cuda() else None
             if reason is not None:
                 return reason
         return None
@@ -241,23 +248,19 @@ class DecodingState:
 
 
 def _changing_kernels_of(module: Any, cache: Any) -> str | None:
-    """Name what launches other kernels in each step if a layer has this cache."""
+    """Name what launches other kernels in each step of a GPU if a layer has this cache."""
     if isinstance(cache, RecurrentCache):
         return None
     for kind, reason in _CHANGING_CACHES.items():
         if isinstance(cache, kind):
             return reason
-    if not isinstance(module, TorchAttention):
-        return "sparse attention, because each text has a choice of its keys"
     return None if cache.repeats_kernels(module) else _missing_kernel_of(module)
 
 
 def _missing_kernel_of(core: TorchAttention) -> str:
     if core.softcap is not None:
         return "soft-capped scores, which no kernel for all texts has"
-    if core.softmax_offset is not None and not has_cuda():
-        return "attention with sinks, which the kernel of CPUs for all texts does not have"
-    return "attention for which this machine has no kernel for all texts"
+    return "attention for which the flash kernel has no case, such as float32"
 
 
 class Changes(ExitStack):

@@ -13,7 +13,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import (
+    TorchDispatchMode,
+    _disable_current_modes,
+    _get_current_dispatch_mode,
+)
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.weak import WeakIdKeyDictionary
 
@@ -31,6 +35,25 @@ def record(function: Callable[[], Tensor]) -> Callable[[], Tensor]:
     with _Recorder() as recorder:
         result = function()
     return recorder.replay(result)
+
+
+def run_unrecorded(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Call ``function``; a recording has one call of it, whose Python code runs again in each replay.
+
+    It may read values of tensors. It returns a tensor, or several with or without ``None`` among them, and writes into
+    its arguments only in place.
+    """
+    mode = _get_current_dispatch_mode()
+    if not isinstance(mode, _Recorder):
+        return function(*args, **kwargs)
+    with _disable_current_modes():
+        result = function(*args, **kwargs)
+
+    def call(*args: Any, **kwargs: Any) -> Any:  # fx needs a name
+        return function(*args, **kwargs)
+
+    mode.add_call(call, args, kwargs, result)
+    return result
 
 
 class _Recorder(TorchDispatchMode):
@@ -66,15 +89,18 @@ class _Recorder(TorchDispatchMode):
             args and result is args[0] and not func._schema.is_mutable
         ):  # such as a cast to the same dtype
             return result
-        node = self._graph.call_function(
-            FUNCTIONS.get(func, func), *tree_map(self._node, (args, kwargs))
-        )
+        self.add_call(FUNCTIONS.get(func, func), args, kwargs, result)
+        return result
+
+    def add_call(self, function: Any, args: Any, kwargs: Any, result: Any) -> None:
+        """Write a call that has returned ``result`` as a node."""
+        node = self._graph.call_function(function, *tree_map(self._node, (args, kwargs)))
         if isinstance(result, Tensor):
             self._nodes.setdefault(result, node)  # an operator in place returns its argument
-        else:
-            for index, part in enumerate(result or ()):
+            return
+        for index, part in enumerate(result or ()):
+            if part is not None:
                 self._nodes[part] = self._graph.call_function(operator.getitem, (node, index))
-        return result
 
     def _node(self, value: Any) -> Any:
         """Return the node that computes a tensor, or an input of the graph for a tensor from before."""
@@ -100,4 +126,5 @@ class _Recorder(TorchDispatchMode):
 def _run_collective(func: Any, args: Any, kwargs: Any) -> None:
     for leaf in tree_leaves(func(*args, **kwargs)):
         if isinstance(leaf, torch.ScriptObject):  # what the callers of Python's functions wait for
-            leaf.wait()
+            work: Any = leaf
+            work.wait()

@@ -145,7 +145,9 @@ class SingleTokens(DecodingStep):
     """
 
     def __init__(self, positions: Tensor, keys: Tensor, slots: Tensor, longest: int) -> None:
-        self.spans, self.tables = [], {}  # a graph would keep the numbers of its capture
+        self.tables = {}
+        self._keys = keys
+        self._slots = slots
         self.tokens = self.rows = len(positions)
         self.device = positions.device
         self.positions = positions
@@ -155,3 +157,13 @@ class SingleTokens(DecodingStep):
         rows = torch.arange(self.rows, device=self.device)
         self.groups = [SpanGroup(rows, slots, 1, self.rows, fresh=False)]
         self.extents = Extents(bounds, padded, (positions + 1).int(), (1, longest))
+
+    @cached_property
+    def spans(self) -> list[TokenSpan]:  # type: ignore[override] - read when a layer needs them
+        """Read the spans without padding; a recording may not, because it would keep the numbers of one step."""
+        numbers = torch.stack((self.positions, self._keys, self._slots), dim=1).tolist()
+        return [
+            TokenSpan(row, 1, start, extent, slot)
+            for row, (start, extent, slot) in enumerate(numbers)
+            if slot >= 0
+        ]
