@@ -7,6 +7,9 @@ has proven every row, and the layouts of training share their layers.
 
 import pytest
 
+from megatron.bridge.backends.decoding.op_recorder import record
+from megatron.bridge.inference import decoding_graphs
+from megatron.bridge.inference.engine import Engine
 from megatron.bridge.inference.llm import LLM
 from megatron.bridge.inference.requests import Sampling
 from megatron.bridge.testing import reference
@@ -70,6 +73,51 @@ def test_two_processes(two_workers, family_case, name, layout):
 )
 def test_four_processes(four_workers, family_case, name, layout):
     check(four_workers, family_case(name), layout)
+
+
+@pytest.mark.parametrize(
+    ("name", "layout", "count", "obstacle"),
+    [
+        ("llama_tied", "tp2", 2, None),  # of 16 rows, and of 8
+        ("granitemoehybrid_dense", "tp2", 2, None),
+        ("qwen3_moe", "ep2", 1, None),  # each rank has half of the texts
+        ("llama_tied", "pp2", 0, "pipeline stages"),
+    ],
+)
+def test_replayed_steps_of_two_ranks_have_the_same_bits(
+    two_workers, family_case, name, layout, count, obstacle
+):
+    for reason, recordings, replayed, stepped in two_workers.run(
+        replay_and_step, family_case(name), layout
+    ):
+        assert replayed == stepped
+        assert obstacle is None if reason is None else reason.startswith(obstacle)
+        assert len(recordings) == count
+
+
+def replay_and_step(case, layout):
+    """Run on every rank: what is replayed, and the texts with and without replay."""
+    recordings, reasons = [], []
+    sampled = [
+        Sampling(max_new_tokens=6, logprobs=2, ignore_eos=True),
+        Sampling(max_new_tokens=12, temperature=0.9, seed=3, n=9, ignore_eos=True),
+        Sampling(max_new_tokens=16, logprobs=0, ignore_eos=True),
+    ]
+    texts = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(
+            decoding_graphs, "record", lambda forward: recordings.append("") or record(forward)
+        )
+        for graphs in (True, False):
+            config = decoding.engine_config(case, graphs=graphs)
+            with Engine(decoding.decoder(case, layout), config) as engine:
+                prompts = decoding.prompts(case.row.config["vocab_size"])
+                requests = list(zip(prompts, sampled, strict=False))
+                jobs = [job for request in requests for job in engine.submit(*request)]
+                list(engine.run())
+                reasons.append(engine.replay_obstacle)
+            texts.append([(job.completion.tokens, job.completion.logprobs) for job in jobs])
+    return reasons[0], recordings, *texts
 
 
 def test_stages_with_and_without_windows_make_the_same_plans(two_workers, tmp_path):

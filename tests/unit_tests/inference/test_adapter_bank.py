@@ -8,7 +8,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from megatron.bridge.backends.decoding.op_recorder import record
 from megatron.bridge.cli.main import main
+from megatron.bridge.inference import decoding_graphs
 from megatron.bridge.inference.adapter_bank import add_adapters
 from megatron.bridge.inference.llm import LLM
 from megatron.bridge.inference.requests import Sampling
@@ -103,6 +105,38 @@ def test_replayed_steps_with_an_adapter_have_the_same_bits(model_dir, adapters):
         with LLM(str(model_dir), adapter=adapters["wide"], graphs=graphs, **OPTIONS) as llm:
             found.append(numbers(llm.generate(PROMPTS, sampling(None))))
     assert found[0] == found[1]
+
+
+def test_replayed_steps_of_several_adapters_have_the_same_bits(
+    model_dir,  # noqa: F811
+    adapters,
+    monkeypatch,
+):
+    recordings = []
+    monkeypatch.setattr(
+        decoding_graphs, "record", lambda forward: recordings.append(forward) or record(forward)
+    )
+    only_small = ["small"] * 2
+    mixes = [NAMES, only_small, [None, None], ["small", None], ["wide", "small"], NAMES]
+    found = []
+    for graphs in (False, True):
+        with LLM(str(model_dir), adapters=adapters, graphs=graphs, **OPTIONS) as llm:
+            found.append([answers(llm, PROMPTS[: len(names)], names) for names in mixes])
+            assert (llm.engine.replay_obstacle is None) == graphs
+    assert found[0] == found[1]
+    assert len(recordings) == 3  # of all texts with one adapter, of all without, and of any mix
+
+
+def test_replay_forgets_adapters_that_are_unloaded(model_dir, adapters):  # noqa: F811
+    names = ["a", None, "a"]
+    with LLM(str(model_dir), adapters={"a": adapters["wide"]}, graphs=False, **OPTIONS) as llm:
+        expected = answers(llm, PROMPTS[:3], names)
+    with LLM(str(model_dir), max_adapters=1, **OPTIONS) as llm:
+        llm.load_adapter("a", adapters["small"])
+        before = answers(llm, PROMPTS[:3], names)
+        llm.unload_adapter("a")
+        llm.load_adapter("a", adapters["wide"])
+        assert answers(llm, PROMPTS[:3], names) == expected != before
 
 
 def assert_close(found, expected):

@@ -26,6 +26,10 @@ class AdapterNames:
         self.names = tuple(names)
         self.parts: list[tuple[str, Tensor | None, int]] = []
         """Name, rows (None for all rows), and the number of rows that are not padding."""
+        self.row_masks: dict[str, Tensor] = {}
+        """In replayed steps instead of ``parts``: a boolean [rows, 1, 1] for each adapter."""
+        self.changes = 0
+        """Number of times that the adapters of the layers were replaced."""
 
     def add(self, name: str) -> None:
         """Let texts choose another adapter."""
@@ -50,11 +54,30 @@ class AdapterNames:
         for work in plan.work:
             rows.setdefault(work.text.adapter, []).extend(range(work.row, work.row + work.count))
         alone = len(rows) == 1
+        self.row_masks = {}
         self.parts = [
             (name, None if alone else _pad_rows(row_indices, device), len(row_indices))
             for name, row_indices in rows.items()
             if name is not None
         ]
+
+    def begin_for_all_rows(self, name: str | None) -> None:
+        """Prepare for a forward pass in which all rows have the adapter ``name``, or none."""
+        self.row_masks = {}
+        self.parts = [] if name is None else [(name, None, 0)]
+
+    def begin_with_masks(self, names: Sequence[str], numbers: Tensor) -> None:
+        """Prepare for a forward pass that can be replayed with other adapters for the rows.
+
+        Args:
+            names: The adapters that a row may have.
+            numbers: [rows], the index in ``names`` of each row's adapter, or another number for none. It may change
+                in place before a replay.
+        """
+        self.parts = []
+        self.row_masks = {
+            name: (numbers == index)[:, None, None] for index, name in enumerate(names)
+        }
 
 
 def _pad_rows(rows: list[int], device: torch.device) -> Tensor:
@@ -79,6 +102,10 @@ class AdapterBank(nn.Module):
         """Add each row's adapter to ``base``, the layer's outputs [rows, 1, outputs] without adapters."""
         # PyTorch uses different kernels for a transposed view and for rows selected from it
         x = x.reshape(len(x), -1)[:, None]
+        for name, mask in self._names.row_masks.items():
+            if name in self.by_name:
+                adapted = self.by_name[name](base, x, counts, weights)
+                base = torch.where(mask, adapted, base)
         for name, rows, count in self._names.parts:
             adapter = self.by_name.get(name)
             if adapter is None:
@@ -194,6 +221,7 @@ def _detach_all(chunks: Sequence[Any]) -> None:
 
 
 def _attach_banks(adapters_of_layers: AdaptersOfLayers, names: AdapterNames) -> None:
+    names.changes += 1
     for site, by_name in adapters_of_layers.values():
         layers.attach(site, AdapterBank(names, by_name))
 

@@ -9,6 +9,7 @@ import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from megatron.core import parallel_state, tensor_parallel
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 from megatron.core.ssm.mamba_mixer import MambaMixer
 from megatron.core.transformer.attention import SelfAttention
+from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
 from megatron.core.transformer.multi_latent_attention import MultiLatentAttention
 from megatron.core.utils import GlobalMemoryBuffer
@@ -24,12 +26,14 @@ from torch.distributed.tensor import DTensor
 
 from megatron.bridge.backends.attention.sparse_attention import Indexer
 from megatron.bridge.backends.attention.torch_attention import TorchAttention
+from megatron.bridge.backends.cpu.device import has_cuda
 from megatron.bridge.backends.decoding.attention_cache import (
     AttentionCache,
     LatentCache,
     WindowCache,
 )
 from megatron.bridge.backends.decoding.expert_cache import ExpertCache
+from megatron.bridge.backends.decoding.op_recorder import run_unrecorded
 from megatron.bridge.backends.decoding.packed_linear import (
     PackedForward,
     PackedLayer,
@@ -54,6 +58,11 @@ from megatron.bridge.utils.errors import UserError
 from megatron.bridge.utils.patching import patched
 
 _PARALLEL_LINEAR = (tensor_parallel.ColumnParallelLinear, tensor_parallel.RowParallelLinear)
+_CHANGING_CACHES: dict[type, str] = {
+    LatentCache: "latent attention, because each text has a kernel call of the length of its keys",
+    WindowCache: "windows as rings, because each text has a kernel call of the length of its ring",
+    ExpertCache: "experts, because the number of tokens of each is read on the host",
+}
 # mixers whose earlier tokens are states of one size
 _RECURRENT = tuple(kind for feature in FEATURES for kind in feature.recurrent_modules)
 
@@ -123,6 +132,10 @@ class DecodingState:
             changes.set(self, "_is_attached", True)
             if self._pack:
                 self._pack_weights(self._packing)
+            for module in _modules_of_kind(
+                self.bare, MoELayer
+            ):  # they read the tokens of each expert
+                changes.set(module, "forward", partial(run_unrecorded, module.forward))
             for module in _modules_of_kind(self.bare, SharedExpertMLP):
                 plain = module.use_shared_expert_gate and not isinstance(
                     module.gate_weight, DTensor
@@ -206,22 +219,23 @@ class DecodingState:
         return {router.layer_number: cache.experts for router, cache in self._expert_caches}
 
     @property
-    def repeats_kernels(self) -> bool:
-        """Return whether single-token steps always launch the same kernels, so that they can be replayed."""
-        plain = all(
-            type(cache) is AttentionCache
-            and isinstance(core, TorchAttention)
-            and cache.repeats_kernels(core)
-            for core, cache in self._caches
-        )
+    def has_recurrent_layers(self) -> bool:
+        return any(isinstance(cache, RecurrentCache) for _, cache in self._caches)
+
+    def find_changing_kernels(self) -> str | None:
+        """Name what launches other kernels in another single-token step, which cannot be replayed then."""
         config: Any = self.bare[0].config
-        same_angles = switch_length(self.bare) is None
-        return (
-            plain
-            and same_angles
-            and not config.num_moe_experts
-            and getattr(config, "vision", None) is None
-        )
+        if getattr(config, "vision", None) is not None:
+            return "a vision tower, because positions have three axes or images change the step"
+        if switch_length(self.bare) is not None:
+            return "LongRoPE, because long texts have other angles"
+        if any(isinstance(module, Indexer) for module, _ in self._caches):
+            return "sparse attention, because each text has a choice of its keys"
+        for module, cache in self._caches:
+            reason = _changing_kernels_of(module, cache) if has_cuda() else None
+            if reason is not None:
+                return reason
+        return None
 
     def _select_rows(self, module: Any, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         """Keep the hidden states whose logits are needed, with padding: a hook before the output layer."""
@@ -231,6 +245,22 @@ class DecodingState:
                 hidden, group=module.tp_group
             )
         return hidden if self._rows is None else hidden[self._rows], *other_args
+
+
+def _changing_kernels_of(module: Any, cache: Any) -> str | None:
+    """Name what launches other kernels in each step of a GPU if a layer has this cache."""
+    if isinstance(cache, RecurrentCache):
+        return None
+    for kind, reason in _CHANGING_CACHES.items():
+        if isinstance(cache, kind):
+            return reason
+    return None if cache.repeats_kernels(module) else _missing_kernel_of(module)
+
+
+def _missing_kernel_of(core: TorchAttention) -> str:
+    if core.softcap is not None:
+        return "soft-capped scores, which no kernel for all texts has"
+    return "attention for which the flash kernel has no case, such as float32"
 
 
 class Changes(ExitStack):

@@ -5,6 +5,7 @@ All ranks call the same methods with the same arguments. Each data-parallel rank
 every rank tracks the state of all lanes.
 """
 
+import logging
 import math
 import secrets
 from bisect import bisect_left, bisect_right
@@ -22,7 +23,7 @@ from megatron.bridge.backends.moe.router_replay import check_routers
 from megatron.bridge.checkpoint.model_io import unwrap
 from megatron.bridge.inference import decoding_state
 from megatron.bridge.inference.adapter_bank import AdapterNames
-from megatron.bridge.inference.decoding_graphs import DecodingGraphs
+from megatron.bridge.inference.decoding_graphs import DecodingGraphs, find_obstacle
 from megatron.bridge.inference.decoding_state import DecodingState
 from megatron.bridge.inference.grammars import GrammarMatcher, Grammars
 from megatron.bridge.inference.mtp_drafts import MtpDrafter
@@ -35,6 +36,7 @@ from megatron.bridge.inference.speculation import Drafter, NgramDrafter, Specula
 from megatron.bridge.utils.distributed import broadcast_object
 from megatron.bridge.utils.errors import UserError
 
+_log = logging.getLogger(__name__)
 _REPLACEMENT = "\ufffd"
 
 
@@ -172,7 +174,7 @@ class EngineConfig:
     window_rings: bool = (
         False  # layers with a window cache only the window; texts then do not share caches
     )
-    graphs: bool = False  # on one rank, replay single-token steps if the model's kernels allow it
+    graphs: bool = False  # replay single-token steps if the model's kernels allow it
     speculation: Speculation | None = None  # drafts several tokens of a text for each step
     pack: bool = False  # on CPUs, store weights in oneDNN's packed format: about twice as fast
 
@@ -227,9 +229,12 @@ class Engine(AbstractContextManager["Engine"]):
         )
         graphs = None
         self._drafter = self._make_drafter(chunks)
-        # the drafts of MTP layers need the hidden states of each step, which replay does not return
-        if config.graphs and not self.adapters.names and not isinstance(self._drafter, MtpDrafter):
-            graphs = DecodingGraphs.of(chunks, self._state, config.max_context)
+        self.replay_obstacle = self._find_replay_obstacle(chunks)
+        """Why single-token steps are not replayed; None if they are."""
+        if self.replay_obstacle is None:
+            graphs = DecodingGraphs(chunks[0], self._state, self.adapters, config.max_context)
+        else:
+            _log.info("decoding steps are not replayed: %s", self.replay_obstacle)
         self._runner = Runner(chunks, self._state, config.vocabulary, self.adapters, pixels, graphs)
         self._sight = PromptSight(bare[0].config, pixels is not None)
         self.lanes = [
@@ -247,6 +252,13 @@ class Engine(AbstractContextManager["Engine"]):
         self.weight_version = 0
         self._routed_experts = RoutedExperts(self._state)
         self._has_failed = False  # a step failed, so the other ranks may be anywhere
+
+    def _find_replay_obstacle(self, chunks: Sequence[nn.Module]) -> str | None:
+        if not self.config.graphs:
+            return "graphs=False"
+        if isinstance(self._drafter, MtpDrafter):
+            return "drafts of MTP layers, which need the hidden states of each step"
+        return find_obstacle(chunks, self._state)
 
     def _make_drafter(self, chunks: Sequence[nn.Module]) -> Drafter | None:
         settings = self.config.speculation

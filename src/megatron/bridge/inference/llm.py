@@ -71,7 +71,7 @@ class LLM:
             prefixes.
         speculative: draft tokens with ``{"method": "ngram", "num_speculative_tokens": 4}`` or ``mtp``; further settings
             are fields of ``speculation.Speculation``. None computes one token of a text in each step.
-        graphs: on one rank, replay decoding steps if the model always launches the same kernels.
+        graphs: replay decoding steps if the model always launches the same kernels.
         chunk: tokens of a prompt that one step computes together.
         rows: maximum new tokens in a step, but one chunk fits with any number of single tokens; None is 1,024 on a
             CPU and 8,192 on a GPU.
@@ -494,8 +494,6 @@ def _checked_context(max_context: int | None, longest: int) -> int:
 def _engine_options(options: Mapping[str, Any], default_rows: int) -> dict[str, Any]:
     """Return the options of ``LLM`` that are fields of ``EngineConfig``."""
     engine_options = {name: options[name] for name in _ENGINE}
-    # recorded steps have no adapters that come later
-    engine_options["graphs"] = engine_options["graphs"] and not options["max_adapters"]
     engine_options["rows"] = engine_options["rows"] or default_rows
     return engine_options
 

@@ -66,9 +66,8 @@ class Runner:
         for copy in plan.copies:
             self._state.copy(copy.source, copy.target, copy.count)
         if self._graphs is not None and self._graphs.can_run(plan):
-            return choose_outputs(
-                self._graphs.run(plan)[: len(outputs), : self._vocabulary], outputs, width
-            )
+            replayed = self._graphs.run(plan)[: len(outputs), : self._vocabulary]
+            return choose_outputs(replayed, outputs, width) if is_sampling_rank() else None
         tokens, spans = self._packed(plan)
         step = DecodingStep(spans or [TokenSpan(0, 1, 0, self._state.spare, 0)], self._state.device)
         ids = torch.tensor(tokens + [0] * (step.rows - len(tokens)), device=self._state.device)[

@@ -6,6 +6,7 @@ runs per request: the result does not depend on the other requests of the step.
 """
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from torch import Tensor
 
 from megatron.bridge.backends.attention import flash_attention
 from megatron.bridge.backends.attention.block_mask import AttentionWindow, QuerySpan, looking_ahead
+from megatron.bridge.backends.decoding.op_recorder import run_unrecorded
 from megatron.bridge.backends.decoding.step import DecodingStep, SingleTokens, TokenSpan
 from megatron.bridge.backends.kernels import c_kernels
 
@@ -57,7 +59,13 @@ class AttentionCache:
         """Store new keys and values [rows, 1, g, d], and return attention [rows, 1, h * dv], zeros for padding."""
         new = query[:, 0], key[:, 0], value[:, 0]
         out = query.new_zeros(len(query), query.size(2), self.values.size(2))
-        masks = core.masks or [core.ahead_of_layer(span.ahead) for span in self.step.spans]
+        is_single = isinstance(self.step, SingleTokens)
+        if is_single and not self.repeats_kernels(core):
+            run_unrecorded(partial(self._attend_single_tokens, core), new, out)
+            return out.flatten(1).unsqueeze(1)
+        masks: list[Tensor | None] = []
+        if not is_single:
+            masks = core.masks or [core.ahead_of_layer(span.ahead) for span in self.step.spans]
         if self.attends_at_once(core) and all(mask is None for mask in masks):
             self.store(*new[1:])
             form = self.step.extents, _window_of_core(core), core.scale, core.softmax_offset
@@ -65,11 +73,16 @@ class AttentionCache:
             out[:tokens] = flash_attention.attend_extents(
                 new[0][:tokens], self.keys, self.values, *form
             )
-        elif isinstance(self.step, SingleTokens):
+        elif is_single:
             self._attend_compiled(core, new, (), out)
         else:
             self._attend_spans(core, new, masks, out)
         return out.flatten(1).unsqueeze(1)
+
+    def _attend_single_tokens(self, core: Any, new: _New, out: Tensor) -> None:
+        """Attend as in a step that is not replayed."""
+        spans = self.step.spans
+        self._attend_spans(core, new, [core.ahead_of_layer(span.ahead) for span in spans], out)
 
     def store(self, key: Tensor, value: Tensor) -> None:
         """Store keys [rows, g, d] and values [rows, g, dv] at the places of the step."""
@@ -197,6 +210,9 @@ class WindowCache(AttentionCache):
         return torch.tensor(rows), torch.arange(len(rows) + 1)
 
     def attends_at_once(self, core: Any) -> bool:
+        return False
+
+    def repeats_kernels(self, core: Any) -> bool:
         return False
 
     def _seen(self, span: TokenSpan, low: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:

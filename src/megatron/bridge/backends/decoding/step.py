@@ -135,18 +135,35 @@ class DecodingStep:
 class SingleTokens(DecodingStep):
     """A step of one token of each text, read from tensors that change in place, so that it can be replayed.
 
+    Recurrent layers continue the states of all texts, so none may begin in this step.
+
     Args:
         positions: [rows] of the new tokens.
         keys: [rows], start of each text's keys in the caches.
+        slots: [rows], index of each text's recurrent states; -1 for padding.
         longest: maximum number of keys of a text.
     """
 
-    def __init__(self, positions: Tensor, keys: Tensor, longest: int) -> None:
-        self.spans, self.tables = [], {}  # a graph would keep the numbers of its capture
+    def __init__(self, positions: Tensor, keys: Tensor, slots: Tensor, longest: int) -> None:
+        self.tables = {}
+        self._keys = keys
+        self._slots = slots
         self.tokens = self.rows = len(positions)
         self.device = positions.device
         self.positions = positions
         self.places = keys + positions
         bounds = torch.arange(self.rows + 1, device=self.device, dtype=torch.int32)
         padded = torch.nn.functional.pad(keys, (0, 1)).int()
+        rows = torch.arange(self.rows, device=self.device)
+        self.groups = [SpanGroup(rows, slots, 1, self.rows, fresh=False)]
         self.extents = Extents(bounds, padded, (positions + 1).int(), (1, longest))
+
+    @cached_property
+    def spans(self) -> list[TokenSpan]:  # type: ignore[override] - read when a layer needs them
+        """Read the spans without padding; a recording may not, because it would keep the numbers of one step."""
+        numbers = torch.stack((self.positions, self._keys, self._slots), dim=1).tolist()
+        return [
+            TokenSpan(row, 1, start, extent, slot)
+            for row, (start, extent, slot) in enumerate(numbers)
+            if slot >= 0
+        ]
