@@ -10,10 +10,12 @@ import torch
 from megatron.bridge.peft.canonical_lora import CanonicalLoRA
 from megatron.bridge.peft.dora import DoRA
 from megatron.bridge.peft.lora import LoRA
+from megatron.bridge.peft.vera import VeRA
 from megatron.bridge.utils.errors import UserError
 from tests.toy_adapters import (
     adapted,
     exported,
+    gradients,
     is_last_stage,
     make,
     reference,
@@ -179,6 +181,68 @@ def test_principal_factors_are_those_of_one_process(llama, experts, two_workers,
             for name, product in start.items():
                 np.testing.assert_allclose(product, first[name], atol=1e-6, err_msg=name)
                 np.testing.assert_allclose(end[name], last[name], atol=TOLERANCE, err_msg=name)
+
+
+VECTORS = {
+    "fused": VeRA(dim=8, projection_prng_key=1),
+    "parts": VeRA(target_modules=PISSA_PARTS, dim=8, projection_prng_key=1),
+}
+VECTOR_CASES = {
+    "llama": [("fused", SP2), ("parts", TP2), ("parts", SP2), ("parts", PP2), ("fused", {})],
+    "experts": PRINCIPAL_CASES["experts"],
+}
+
+
+def vector_training(directory, method, layout):
+    """Losses, the trained adapters in LoRA's form, and gradients of the vectors d, which no rank cuts."""
+    torch.manual_seed(0)
+    bridge, model = adapted(Path(directory), VECTORS[method], layout)
+    with torch.no_grad():
+        for name, parameter in model[0].named_parameters():
+            if name.endswith(".scale"):
+                parameter.fill_(0.3)
+    losses = train(model, STEPS, epsilon=1e-3)
+    last = is_last_stage()
+    tensors = {name: tensor.numpy() for name, tensor in exported(bridge, model).items()}
+    for chunk in model:
+        chunk.zero_grad_buffer()
+    gradients(model)
+    of_d = {
+        name: parameter.main_grad.numpy().copy()
+        for name, parameter in model[0].module.named_parameters()
+        if name.endswith(".d")
+    }
+    forget_model_parallel()
+    return losses if last else None, tensors, of_d
+
+
+def all_vector_trainings(directory, cases):
+    return [vector_training(directory, *case) for case in cases]
+
+
+@pytest.mark.parametrize("kind", VECTOR_CASES)
+def test_vectors_are_those_of_one_process(llama, experts, two_workers, kind):
+    directory = {"llama": llama, "experts": experts}[kind]
+    cases = VECTOR_CASES[kind]
+    alone = {
+        method: vector_training(directory, method, {})
+        for method in dict.fromkeys(method for method, _ in cases)
+    }
+    for ranks in two_workers.run(all_vector_trainings, str(directory), cases):
+        for (method, layout), (losses, tensors, of_d) in zip(cases, ranks, strict=True):
+            losses_alone, tensors_alone, of_d_alone = alone[method]
+            assert losses is None or losses == pytest.approx(losses_alone, abs=TOLERANCE)
+            assert tensors.keys() == tensors_alone.keys()
+            for name, tensor in tensors.items():
+                np.testing.assert_allclose(
+                    tensor, tensors_alone[name], atol=TOLERANCE, err_msg=f"{layout} {name}"
+                )
+            if layout.keys() & {*PP2, *EP2}:  # ranks have different layers or experts
+                continue
+            for name, gradient in of_d_alone.items():
+                np.testing.assert_allclose(
+                    of_d[name], gradient, rtol=1e-3, atol=TOLERANCE, err_msg=f"{layout} {name}"
+                )
 
 
 def save_start(directory, scratch):

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The parts of layers that Megatron fuses, queries, keys and values or gates and values, and their adapters."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, cast
 
 import torch
@@ -85,12 +85,24 @@ class CanonicalAdapter(nn.ModuleDict):
 
     scales_outputs = False
 
-    def __init__(self, site: Site, shapes: dict[str, LoRAShape]) -> None:
+    def __init__(
+        self,
+        site: Site,
+        shapes: dict[str, LoRAShape],
+        make_path: Callable[[Site, LoRAShape, str, Sequence[Tensor]], LowRank] = LowRank,
+    ) -> None:
+        """Adapt parts of ``site``.
+
+        Args:
+            site: The layer.
+            shapes: Role -> hyperparameters of the part.
+            make_path: Makes the path of a part from the layer, its shape, its role and its rows.
+        """
         self.rows = rows_of(site)
         head_width = None if site.halves == 2 else site.config.kv_channels
         weights_by_role = [_split_rows(weight, self.rows, head_width) for weight in site.weights]
         factors = {
-            role: LowRank(site, shape, role, [by_role[role] for by_role in weights_by_role])
+            role: make_path(site, shape, role, [by_role[role] for by_role in weights_by_role])
             for role, shape in shapes.items()
         }
         super().__init__(factors)

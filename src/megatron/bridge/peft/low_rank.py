@@ -83,17 +83,9 @@ class LowRank(nn.Module):
         """
         super().__init__()
         weight = site.weights[0]
-        self.shape = shape
-        self.kind = site.kind
-        self.experts = site.experts
-        self.group = site.group
-        self.sequence_parallel = site.sequence_parallel
-        self.halves = site.halves if part_weights is None else 1
-        rows = weight.shape[0] if part_weights is None else part_weights[0].shape[0]
-        halves = (self.halves, rows // self.halves) if self.halves > 1 else (rows,)
-        stack = () if site.experts is None else (site.experts,)
-        self.a = self._parameter(weight, *stack, shape.rank, weight.shape[1])
-        self.b = self._parameter(weight, *stack, *halves, shape.rank)
+        a_size, b_size = self._set_layout(site, shape, part_weights)
+        self.a = self._parameter(weight, *a_size)
+        self.b = self._parameter(weight, *b_size)
         self._mark(self.a, cut=site.kind == "row", dim=self.a.ndim - 1)
         self._mark(self.b, cut=site.kind == "column", dim=self.b.ndim - 2)
         name = f"{site.name}.{part}" if part else site.name
@@ -104,6 +96,22 @@ class LowRank(nn.Module):
         frozen_shape = replace(shape, principal=None, init_a="zero", init_b="zero", dropout=0.0)
         self.initial = LowRank(site, frozen_shape, part, part_weights).requires_grad_(False)
         self._start_from(site.weights if part_weights is None else part_weights, name, site)
+
+    def _set_layout(
+        self, site: Site, shape: LoRAShape, part_weights: Sequence[Tensor] | None
+    ) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Record how the layer is cut; return the sizes of A and B on this rank."""
+        weight = site.weights[0]
+        self.shape = shape
+        self.kind = site.kind
+        self.experts = site.experts
+        self.group = site.group
+        self.sequence_parallel = site.sequence_parallel
+        self.halves = site.halves if part_weights is None else 1
+        rows = weight.shape[0] if part_weights is None else part_weights[0].shape[0]
+        halves = (self.halves, rows // self.halves) if self.halves > 1 else (rows,)
+        stack = () if site.experts is None else (site.experts,)
+        return (*stack, shape.rank, weight.shape[1]), (*stack, *halves, shape.rank)
 
     def _parameter(self, weight: nn.Parameter, *size: int) -> nn.Parameter:
         parameter = nn.Parameter(torch.empty(size, dtype=weight.dtype, device=weight.device))

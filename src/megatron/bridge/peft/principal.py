@@ -2,13 +2,14 @@
 """PiSSA (https://arxiv.org/abs/2404.02948): factors that start as the principal part of the weight they update."""
 
 import re
+from typing import cast
 
 import torch
 from megatron.core import parallel_state
 from torch import Tensor
 
 from megatron.bridge.models.conversion.engine import exchange
-from megatron.bridge.peft.targets import Site
+from megatron.bridge.peft.targets import Group, Site
 from megatron.bridge.utils.errors import UserError
 
 _NAME = re.compile(r"pissa(?:_niter_(\d+))?")
@@ -74,7 +75,7 @@ def share_factors(factors: tuple[Tensor, Tensor], site: Site) -> None:
         replicas = parallel_state.get_data_parallel_group(with_context_parallel=True)
     else:
         replicas = parallel_state.get_expert_data_parallel_group()
-    for group in (site.group, replicas):
+    for group in (site.group, cast(Group, replicas)):
         if group.size() > 1:
             for factor in factors:
                 torch.distributed.broadcast(factor, group=group, group_src=0)
