@@ -10,10 +10,12 @@ import torch
 from megatron.bridge.peft.canonical_lora import CanonicalLoRA
 from megatron.bridge.peft.dora import DoRA
 from megatron.bridge.peft.lora import LoRA
+from megatron.bridge.peft.vera import VeRA
 from megatron.bridge.utils.errors import UserError
 from tests.toy_adapters import (
     adapted,
     exported,
+    gradients,
     is_last_stage,
     make,
     reference,
@@ -25,6 +27,8 @@ from tests.toy_adapters import (
 from tests.toy_models import make_llama
 from tests.unit_tests.peft import test_parity
 from tests.workers import forget_model_parallel
+
+PISSA_PARTS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 
 TP2 = {"tensor_model_parallel_size": 2}
 SP2 = {**TP2, "sequence_parallel": True}
@@ -118,6 +122,127 @@ def test_dense(llama, tmp_path, two_workers):
 
 def test_experts(experts, tmp_path, two_workers):
     compare(experts, tmp_path, two_workers, EXPERTS)
+
+
+PRINCIPAL = {
+    "fused": LoRA(dim=4, alpha=8, init_lora_weights="pissa"),
+    "parts": LoRA(target_modules=PISSA_PARTS, dim=4, alpha=8, init_lora_weights="pissa_niter_3"),
+}
+PRINCIPAL_CASES = {
+    "llama": [("fused", SP2), ("parts", TP2), ("parts", PP2), ("fused", {})],
+    "experts": [
+        ("fused", EP2),
+        ("fused", {**SP2, "expert_tensor_parallel_size": 2}),
+        ("fused", {**SP2, **EP2, "expert_tensor_parallel_size": 1}),
+    ],
+}
+
+
+def principal_start(directory, method, layout):
+    """Products of the first factors, losses, and products of the trained factors, by module."""
+    torch.manual_seed(0)
+    bridge, model = adapted(Path(directory), PRINCIPAL[method], layout)
+    start = first_products(bridge, model)
+    losses = train(model, STEPS, epsilon=1e-3)
+    last = is_last_stage()
+    end = first_products(bridge, model)
+    forget_model_parallel()
+    return start, losses if last else None, end
+
+
+def first_products(bridge, model):
+    """The products of the trained halves of the factors, which do not depend on signs of singular vectors."""
+    tensors = exported(bridge, model)
+    products = {}
+    for name, a in tensors.items():
+        if "lora_A" in name:
+            b = tensors[name.replace("lora_A", "lora_B")]
+            products[name] = (b[:, :4] @ a[:4]).numpy()
+    return products
+
+
+def all_principal_starts(directory, cases):
+    return [principal_start(directory, *case) for case in cases]
+
+
+@pytest.mark.parametrize("kind", PRINCIPAL_CASES)
+def test_principal_factors_are_those_of_one_process(llama, experts, two_workers, kind):
+    directory = {"llama": llama, "experts": experts}[kind]
+    cases = PRINCIPAL_CASES[kind]
+    alone = {
+        method: principal_start(directory, method, {})
+        for method in dict.fromkeys(method for method, _ in cases)
+    }
+    for ranks in two_workers.run(all_principal_starts, str(directory), cases):
+        for (method, _), (start, losses, end) in zip(cases, ranks, strict=True):
+            first, losses_alone, last = alone[method]
+            assert losses is None or losses == pytest.approx(losses_alone, abs=TOLERANCE)
+            assert start.keys() == first.keys()
+            for name, product in start.items():
+                np.testing.assert_allclose(product, first[name], atol=1e-6, err_msg=name)
+                np.testing.assert_allclose(end[name], last[name], atol=TOLERANCE, err_msg=name)
+
+
+VECTORS = {
+    "fused": VeRA(dim=8, projection_prng_key=1),
+    "parts": VeRA(target_modules=PISSA_PARTS, dim=8, projection_prng_key=1),
+}
+VECTOR_CASES = {
+    "llama": [("fused", SP2), ("parts", TP2), ("parts", SP2), ("parts", PP2), ("fused", {})],
+    "experts": PRINCIPAL_CASES["experts"],
+}
+
+
+def vector_training(directory, method, layout):
+    """Losses, the trained adapters in LoRA's form, and gradients of the vectors d, which no rank cuts."""
+    torch.manual_seed(0)
+    bridge, model = adapted(Path(directory), VECTORS[method], layout)
+    with torch.no_grad():
+        for name, parameter in model[0].named_parameters():
+            if name.endswith(".scale"):
+                parameter.fill_(0.3)
+    losses = train(model, STEPS, epsilon=1e-3)
+    last = is_last_stage()
+    tensors = {name: tensor.numpy() for name, tensor in exported(bridge, model).items()}
+    for chunk in model:
+        chunk.zero_grad_buffer()
+    gradients(model)
+    of_d = {
+        name: parameter.main_grad.numpy().copy()
+        for name, parameter in model[0].module.named_parameters()
+        if name.endswith(".d")
+    }
+    forget_model_parallel()
+    return losses if last else None, tensors, of_d
+
+
+def all_vector_trainings(directory, cases):
+    return [vector_training(directory, *case) for case in cases]
+
+
+@pytest.mark.parametrize("kind", VECTOR_CASES)
+def test_vectors_are_those_of_one_process(llama, experts, two_workers, kind):
+    directory = {"llama": llama, "experts": experts}[kind]
+    cases = VECTOR_CASES[kind]
+    alone = {
+        method: vector_training(directory, method, {})
+        for method in dict.fromkeys(method for method, _ in cases)
+    }
+    for ranks in two_workers.run(all_vector_trainings, str(directory), cases):
+        for (method, layout), (losses, tensors, of_d) in zip(cases, ranks, strict=True):
+            losses_alone, tensors_alone, of_d_alone = alone[method]
+            assert losses is None or losses == pytest.approx(losses_alone, abs=TOLERANCE)
+            assert tensors.keys() == tensors_alone.keys()
+            for name, tensor in tensors.items():
+                np.testing.assert_allclose(
+                    tensor, tensors_alone[name], atol=TOLERANCE, err_msg=f"{layout} {name}"
+                )
+            if layout.keys() & {*PP2, *EP2}:  # ranks have different layers or experts
+                continue
+            for name, gradient in of_d_alone.items():
+                np.testing.assert_allclose(
+                    of_d[name], gradient, rtol=1e-3, atol=TOLERANCE, err_msg=f"{layout} {name}"
+                )
 
 
 def save_start(directory, scratch):

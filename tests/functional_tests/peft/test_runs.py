@@ -10,6 +10,7 @@ from megatron.bridge import AutoBridge
 from megatron.bridge.peft.canonical_lora import CanonicalLoRA
 from megatron.bridge.peft.dora import DoRA
 from megatron.bridge.peft.lora import LoRA
+from megatron.bridge.peft.vera import VeRA
 from megatron.bridge.training.finetune import finetune
 from megatron.bridge.training.gpt_step import forward_step
 from tests.toy_adapters import exported, make
@@ -23,6 +24,8 @@ OVERLAP = {
     "overlap_param_gather": True,
 }
 FSDP2 = "FSDP2"
+PISSA = LoRA(dim=4, init_lora_weights="pissa")
+VERA = VeRA(dim=8)
 CASES = {
     "dora dp2, gathered while it computes": (DoRA(dim=4), {}, OVERLAP),
     "canonical dp2, gathered while it computes": (CanonicalLoRA(dim=4), {}, OVERLAP),
@@ -41,6 +44,12 @@ CASES = {
         {"use_megatron_fsdp": True},
     ),
     "dora dp2, Megatron-FSDP": (DoRA(dim=4), {}, {"use_megatron_fsdp": True}),
+    "pissa tp2, FSDP2": (PISSA, {"tensor_model_parallel_size": 2}, FSDP2),
+    "pissa dp2, Megatron-FSDP": (PISSA, {}, {"use_megatron_fsdp": True}),
+    "pissa dp2, gathered while it computes": (PISSA, {}, OVERLAP),
+    "vera dp2, FSDP2": (VERA, {}, FSDP2),
+    "vera dp2, Megatron-FSDP": (VERA, {}, {"use_megatron_fsdp": True}),
+    "vera dp2, gathered while it computes": (VERA, {}, OVERLAP),
 }
 TOLERANCE = 1e-5
 

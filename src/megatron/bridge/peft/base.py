@@ -120,7 +120,12 @@ class PEFT:
         for chunk in chunks:
             info = chunk_info(chunk)
             info.peft = self
-            info.trained = frozenset(name for name, _ in _trainable_parameters(chunk))
+            # frozen parameters of an adapter are not in the base, so they are saved, too
+            info.trained = frozenset(
+                name
+                for name, parameter in chunk.named_parameters()
+                if parameter.requires_grad or in_adapter(name)
+            )
             let_gradients_start(chunk)
             if not training:
                 chunk.requires_grad_(False)

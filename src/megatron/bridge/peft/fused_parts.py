@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The parts of layers that Megatron fuses, queries, keys and values or gates and values, and their adapters."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, cast
 
 import torch
@@ -62,18 +62,51 @@ def check_queries(site: Site) -> None:
         )
 
 
+@torch.no_grad()
+def _split_rows(weight: Tensor, rows: dict[str, int], head_width: int | None) -> dict[str, Tensor]:
+    """Return role -> the rows of a fused weight that compute it, in the order of the part's outputs.
+
+    Args:
+        weight: [outputs of this rank, inputs].
+        rows: Role -> number of its outputs on this rank.
+        head_width: Outputs of a head, if the roles alternate by key-value group; None if one follows another.
+    """
+    sizes = list(rows.values())
+    groups = 1
+    if head_width is not None:
+        groups = rows.get("k", head_width) // head_width
+    by_group = weight.unflatten(0, (groups, -1))
+    parts = by_group.split([size // groups for size in sizes], dim=1)
+    return {role: part.flatten(0, 1) for role, part in zip(rows, parts, strict=True)}
+
+
 class CanonicalAdapter(nn.ModuleDict):
     """Low-rank paths for parts of one layer, by role; other parts are unchanged."""
 
     scales_outputs = False
 
-    def __init__(self, site: Site, shapes: dict[str, LoRAShape]) -> None:
+    def __init__(
+        self,
+        site: Site,
+        shapes: dict[str, LoRAShape],
+        make_path: Callable[[Site, LoRAShape, str, Sequence[Tensor]], LowRank] = LowRank,
+    ) -> None:
+        """Adapt parts of ``site``.
+
+        Args:
+            site: The layer.
+            shapes: Role -> hyperparameters of the part.
+            make_path: Makes the path of a part from the layer, its shape, its role and its rows.
+        """
         self.rows = rows_of(site)
+        head_width = None if site.halves == 2 else site.config.kv_channels
+        weights_by_role = [_split_rows(weight, self.rows, head_width) for weight in site.weights]
         factors = {
-            role: LowRank(site, shape, role, self.rows[role]) for role, shape in shapes.items()
+            role: make_path(site, shape, role, [by_role[role] for by_role in weights_by_role])
+            for role, shape in shapes.items()
         }
         super().__init__(factors)
-        self.head_width = None if site.halves == 2 else site.config.kv_channels
+        self.head_width = head_width
 
     @property
     def total_rank(self) -> int:
@@ -91,6 +124,11 @@ class CanonicalAdapter(nn.ModuleDict):
         stacked = torch.stack([weight.float() for weight in weights])
         parts = {role: adapter.stacked_delta().mT for role, adapter in self._paths()}
         return list(stacked + self._fused(parts, stacked.mT).mT)
+
+    def negate(self) -> None:
+        """Change the sign of what is added to the weights."""
+        for _, adapter in self._paths():
+            adapter.negate()
 
     def parts(self, expert: int) -> list[LowRankPart]:
         return [adapter.part(expert, role) for role, adapter in self._paths()]

@@ -5,7 +5,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import torch
 from megatron.core.transformer.moe.router import Router
@@ -17,7 +17,7 @@ from megatron.bridge.models.conversion.adapters.adapted_layers import LowRankPar
 from megatron.bridge.models.hf_pretrained.causal_lm import to_dtype
 from megatron.bridge.models.hf_pretrained.safetensors_files import dtype_name
 from megatron.bridge.models.vision import provider as vision_provider
-from megatron.bridge.peft import layers, low_bit_base, targets
+from megatron.bridge.peft import layers, low_bit_base, principal, targets
 from megatron.bridge.peft.base import PEFT, bare_chunks
 from megatron.bridge.peft.fused_parts import CanonicalAdapter, check_queries, parts_of
 from megatron.bridge.peft.hf_names import HFModules
@@ -80,6 +80,9 @@ class LowRankPEFT(PEFT):
     """Drop inputs of the low-rank path (``pre``) or its outputs (``post``)."""
     lora_A_init_method: Init = "xavier"  # noqa: N815 - a public name
     lora_B_init_method: Init = "zero"  # noqa: N815
+    init_lora_weights: str | None = None
+    """Start A and B as the principal part of the weight and train it apart from the rest (PiSSA): ``pissa``, or
+    ``pissa_niter_16`` for a fast approximation in 16 iterations. None starts as the two settings above say."""
     dim_by_module: dict[str, int] = field(default_factory=dict)
     alpha_by_module: dict[str, float] = field(default_factory=dict)
     lora_dtype: torch.dtype | None = None
@@ -92,6 +95,11 @@ class LowRankPEFT(PEFT):
         self.lora_dtype = to_dtype(self.lora_dtype)
         self._chosen: dict[str, TargetCandidate] = {}
         self._selected_by: dict[str, set[str]] = {}
+        self._is_filled_later = False
+
+    def __call__(self, model: nn.Module | list[nn.Module], training: bool = True) -> Any:
+        self._is_filled_later = not training
+        return super().__call__(model, training)
 
     def problems(self, training: bool = True) -> list[str]:
         problems = []
@@ -137,7 +145,32 @@ class LowRankPEFT(PEFT):
                 "peft.lora_A_init_method and peft.lora_B_init_method are both zero, so that no gradient would "
                 "flow: set one to xavier"
             )
-        return [*problems, *self._ratio_problems(), *super().problems(training)]
+        return [
+            *problems,
+            *self._principal_problems(),
+            *self._ratio_problems(),
+            *super().problems(training),
+        ]
+
+    def _principal_problems(self) -> Iterator[str]:
+        init = self.init_lora_weights
+        if init is None:
+            return
+        if not principal.is_known(init):
+            yield (
+                f"peft.init_lora_weights={init}: use pissa or pissa_niter_16; other ways to start are values of "
+                "peft.lora_A_init_method"
+            )
+        if (self.lora_A_init_method, self.lora_B_init_method) != ("xavier", "zero"):
+            yield (
+                f"peft.init_lora_weights={init} says how both factors start: leave out peft.lora_A_init_method and "
+                "peft.lora_B_init_method"
+            )
+        if self.base_precision is not None:
+            yield (
+                f"peft.init_lora_weights={init} takes a part out of the base, which peft.base_precision="
+                f"{self.base_precision} would have to quantize without it: leave one of them out"
+            )
 
     def _ratio_problems(self) -> Iterator[str]:
         ratio = self.loraplus_lr_ratio
@@ -287,6 +320,8 @@ class LowRankPEFT(PEFT):
             init_a=self.lora_A_init_method,
             init_b=self.lora_B_init_method,
             seed=self.seed or 0,
+            principal=self.init_lora_weights,
+            is_filled_later=self._is_filled_later,
         )
 
     def _value_for[T](self, name: str, default: T, by_module: Mapping[str, T]) -> T:
@@ -449,11 +484,9 @@ def subtract(model: list[nn.Module]) -> None:
     """
     for chunk in bare_chunks(model):
         for module in layers.adapted(chunk):
-            for weight in module.adapted_site.weights:
-                for part in module.low_rank_parts(weight):
-                    if part.magnitude is not None:
-                        raise UserError(
-                            "DoRA cannot be taken out of a merged model, as the lengths of the base's rows are "
-                            "lost: go back to the base itself"
-                        )
-                    part.b.neg_()
+            if module.adapter.scales_outputs:
+                raise UserError(
+                    "DoRA cannot be taken out of a merged model, as the lengths of the base's rows are "
+                    "lost: go back to the base itself"
+                )
+            module.adapter.negate()

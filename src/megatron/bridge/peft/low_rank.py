@@ -10,7 +10,7 @@ import math
 import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
@@ -24,6 +24,7 @@ from torch import Tensor, nn
 
 from megatron.bridge.backends.moe.grouped_experts import grouped_matmul
 from megatron.bridge.models.conversion.adapters.adapted_layers import LowRankPart
+from megatron.bridge.peft import principal
 from megatron.bridge.peft.targets import Site
 
 Init = Literal["xavier", "kaiming", "normal", "zero"]
@@ -43,6 +44,9 @@ class LoRAShape:
     init_a: Init = "xavier"  # how A starts
     init_b: Init = "zero"  # how B starts
     seed: int = 0  # seed of all adapters; each draws from a separate generator
+    # ``pissa`` or ``pissa_niter_<number>``: A and B start as the principal part of the weight
+    principal: str | None = None
+    is_filled_later: bool = False  # whether the values are loaded, so that none are computed
 
     @property
     def scaling(self) -> float:
@@ -56,31 +60,58 @@ class LowRank(nn.Module):
     Attributes:
         a: [experts?, rank, inputs of this rank].
         b: [experts?, halves?, outputs of this rank, rank]; gates and values lie apart, as each is cut by itself.
+        initial: With PiSSA, the frozen first values, whose product is taken out of the weight.
     """
 
     scales_outputs = False
     """Whether the layer's own outputs are multiplied, so that a bias must be taken out of them before."""
 
     def __init__(
-        self, site: Site, shape: LoRAShape, part: str = "", outputs: int | None = None
+        self,
+        site: Site,
+        shape: LoRAShape,
+        part: str = "",
+        part_weights: Sequence[Tensor] | None = None,
     ) -> None:
-        """Adapt ``site``; ``outputs`` is the number on this rank if only the ``part`` of a fused layer is adapted."""
+        """Adapt ``site``.
+
+        Args:
+            site: The layer.
+            shape: Hyperparameters.
+            part: Role of the outputs that are adapted, if it is not the complete layer.
+            part_weights: Rows of the weights that compute this part on this rank.
+        """
         super().__init__()
+        weight = site.weights[0]
+        a_size, b_size = self._set_layout(site, shape, part_weights)
+        self.a = self._parameter(weight, *a_size)
+        self.b = self._parameter(weight, *b_size)
+        self._mark(self.a, cut=site.kind == "row", dim=self.a.ndim - 1)
+        self._mark(self.b, cut=site.kind == "column", dim=self.b.ndim - 2)
+        name = f"{site.name}.{part}" if part else site.name
+        self.initial: LowRank | None = None
+        if shape.principal is None:
+            self.reset_parameters(name)
+            return
+        frozen_shape = replace(shape, principal=None, init_a="zero", init_b="zero", dropout=0.0)
+        self.initial = LowRank(site, frozen_shape, part, part_weights).requires_grad_(False)
+        self._start_from(site.weights if part_weights is None else part_weights, name, site)
+
+    def _set_layout(
+        self, site: Site, shape: LoRAShape, part_weights: Sequence[Tensor] | None
+    ) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Record how the layer is cut; return the sizes of A and B on this rank."""
         weight = site.weights[0]
         self.shape = shape
         self.kind = site.kind
         self.experts = site.experts
         self.group = site.group
         self.sequence_parallel = site.sequence_parallel
-        self.halves = site.halves if outputs is None else 1
-        rows = weight.shape[0] if outputs is None else outputs
+        self.halves = site.halves if part_weights is None else 1
+        rows = weight.shape[0] if part_weights is None else part_weights[0].shape[0]
         halves = (self.halves, rows // self.halves) if self.halves > 1 else (rows,)
         stack = () if site.experts is None else (site.experts,)
-        self.a = self._parameter(weight, *stack, shape.rank, weight.shape[1])
-        self.b = self._parameter(weight, *stack, *halves, shape.rank)
-        self._mark(self.a, cut=site.kind == "row", dim=self.a.ndim - 1)
-        self._mark(self.b, cut=site.kind == "column", dim=self.b.ndim - 2)
-        self.reset_parameters(f"{site.name}.{part}" if part else site.name)
+        return (*stack, shape.rank, weight.shape[1]), (*stack, *halves, shape.rank)
 
     def _parameter(self, weight: nn.Parameter, *size: int) -> nn.Parameter:
         parameter = nn.Parameter(torch.empty(size, dtype=weight.dtype, device=weight.device))
@@ -90,7 +121,7 @@ class LowRank(nn.Module):
     @property
     def total_rank(self) -> int:
         """Numbers per token between the factors."""
-        return self.shape.rank
+        return self.shape.rank * (1 if self.initial is None else 2)
 
     def _mark(self, parameter: nn.Parameter, cut: bool, dim: int) -> None:
         """Tell Megatron-Core which ranks have replicas, and whether their gradients must be summed."""
@@ -112,6 +143,43 @@ class LowRank(nn.Module):
                 local.copy_(
                     self._part(_draw_factor(self._whole_size(kind, local), init, generator), local)
                 )
+
+    @torch.no_grad()
+    def _start_from(self, weights: Sequence[Tensor], name: str, site: Site) -> None:
+        """Start A and B, and the copies of their first values, as the principal part of the weights.
+
+        The factors are those of the full matrix, the same under any layout.
+
+        Args:
+            weights: The rows that are adapted, [outputs of this rank, inputs of this rank]; one for each expert.
+            name: Name of the layer, or of its part.
+            site: The layer.
+        """
+        assert self.initial is not None, "there are copies of the first values"
+        if self.shape.is_filled_later or weights[0].is_meta:
+            for parameter in (self.a, self.b):
+                parameter.zero_()
+            return
+        factors = zip(self._each_expert(self.a), self._each_expert(self.b), strict=True)
+        for weight, ((expert, local_a), (_, local_b)) in zip(weights, factors, strict=True):
+            cut = weight.unflatten(0, tuple(local_b.shape[:-1]))
+            matrix = principal.gather_matrix(cut, site)
+            full_b_size = (*matrix.shape[:-1], self.shape.rank)
+            matrix = matrix.flatten(0, -2)
+            principal.check_rank(self.shape.rank, matrix, name)
+            seed = zlib.crc32(f"{name}.{expert}".encode()) + self.shape.seed
+            a, b = principal.compute_factors(
+                matrix / self.shape.scaling,
+                self.shape.rank,
+                str(self.shape.principal),
+                torch.Generator().manual_seed(seed),
+            )
+            a, b = a.contiguous(), b.contiguous()
+            principal.share_factors((a, b), site)
+            local_a.copy_(self._part(a, local_a))
+            local_b.copy_(self._part(b.view(full_b_size), local_b))
+        self.initial.a.copy_(self.a)
+        self.initial.b.copy_(self.b)
 
     def _each_expert(self, parameter: Tensor) -> Iterator[tuple[int, Tensor]]:
         """(index in the whole model, values) of each local expert; (0, all) for a single weight."""
@@ -142,12 +210,17 @@ class LowRank(nn.Module):
         return self.path(x, counts)
 
     def path(self, x: Tensor, counts: Sequence[int] | None) -> Tensor:
-        """``scaling * B A x`` as this rank's part of the layer's outputs.
+        """``scaling * B A x``, less that of the first factors with PiSSA, as this rank's part of the outputs.
 
         Args:
             x: What the layer multiplies: [..., inputs]; of experts, tokens in their order.
             counts: Tokens of each local expert.
         """
+        initial = None if self.initial is None else self.initial(x, counts)
+        delta = self._trained_path(x, counts)
+        return delta if initial is None else delta - initial
+
+    def _trained_path(self, x: Tensor, counts: Sequence[int] | None) -> Tensor:
         pre = self.shape.dropout_position == "pre"
         if pre:
             x = self._dropped(x, differ=self.kind == "row" or self.sequence_parallel)
@@ -217,25 +290,47 @@ class LowRank(nn.Module):
     def part(
         self, expert: int, role: str | None = None, magnitude: Tensor | None = None
     ) -> LowRankPart:
-        """What is added to one of the weights."""
+        """What is added to one of the weights; with PiSSA, an ordinary part of twice the rank."""
         a, b = (self.a, self.b) if self.experts is None else (self.a[expert], self.b[expert])
         dropout = self.shape.dropout if self.shape.dropout_position == "pre" else 0.0
         rows = _rows_in_order(b, self.halves)
+        use_rslora = self.shape.use_rslora
+        alpha = self.shape.alpha
+        if self.initial is None:
+            return LowRankPart(a, rows, alpha, use_rslora, dropout, role, magnitude)
+        first = self.initial.part(expert)
         return LowRankPart(
-            a, rows, self.shape.alpha, self.shape.use_rslora, dropout, role, magnitude
+            torch.cat([a, first.a]),
+            torch.cat([rows, -first.b], dim=1),
+            alpha * (math.sqrt(2) if use_rslora else 2),  # the same scaling with twice the rank
+            use_rslora,
+            dropout,
+            role,
+            magnitude,
+            is_view=False,
         )
+
+    @torch.no_grad()
+    def negate(self) -> None:
+        """Change the sign of what is added to the weights."""
+        self.b.neg_()
+        if self.initial is not None:
+            self.initial.b.neg_()
 
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None
     ) -> dict[str, Any]:
         """The factors as shards of whole ones, under any layout; all experts are one tensor."""
         metadata = ensure_metadata_has_dp_cp_group(metadata)
-        return {
+        state: dict[str, Any] = {
             f"{prefix}{name}": self._sharded(
                 f"{prefix}{name}", parameter, sharded_offsets, metadata
             )
             for name, parameter in self.named_parameters(recurse=False)
         }
+        if self.initial is not None:
+            state |= self.initial.sharded_state_dict(f"{prefix}initial.", sharded_offsets, metadata)
+        return state
 
     def _sharded(
         self, key: str, parameter: nn.Parameter, offsets: tuple, metadata: dict

@@ -17,9 +17,10 @@ from megatron.bridge.peft.canonical_lora import CanonicalLoRA
 from megatron.bridge.peft.checkpoint import set_trained_state, trained_state
 from megatron.bridge.peft.dora import DoRA
 from megatron.bridge.peft.lora import LoRA
+from megatron.bridge.peft.vera import VeRA
 from megatron.bridge.utils.errors import UserError, did_you_mean
 
-_KINDS = {"lora": LoRA, "canonical_lora": CanonicalLoRA, "dora": DoRA}
+_KINDS = {"lora": LoRA, "canonical_lora": CanonicalLoRA, "dora": DoRA, "vera": VeRA}
 _NAMES = {"rank": "dim", "dtype": "lora_dtype"}
 # what trainers keep in addition to the method's settings: they act on it themselves, or it concerns a vision tower
 _OF_CALLERS = (
@@ -35,8 +36,8 @@ def create_peft(config: Mapping[str, Any], dtype: torch.dtype | str | None = Non
     """The method that a mapping describes; None if its rank is 0.
 
     Args:
-        config: ``type`` (``lora``, ``canonical_lora`` or ``dora``), ``rank`` or ``dim``, and fields of the method.
-            None and empty lists mean the default; ``merge``, ``adapter_path`` and
+        config: ``type`` (``lora``, ``canonical_lora``, ``dora`` or ``vera``), ``rank`` or ``dim``, and fields of the
+            method. None and empty lists mean the default; ``merge``, ``adapter_path`` and
             ``freeze_*`` are the caller's own.
         dtype: of the model; refused when the method is applied to a model of another one.
     """

@@ -22,6 +22,7 @@ class LowRankPart:
         None  # ``q``, ``k``, ``v``, ``gate`` or ``up`` of a fused weight; None is the full weight
     )
     magnitude: Tensor | None = None  # [outputs of this rank], for DoRA
+    is_view: bool = True  # whether the adapter's parameters are those of ``a`` and ``b``
 
 
 @runtime_checkable
@@ -31,7 +32,7 @@ class AdaptedModule(Protocol):
         ...
 
     def low_rank_parts(self, weight: Tensor) -> list[LowRankPart]:
-        """Return the adapter's update of ``weight`` as writable views."""
+        """Return the adapter's update of ``weight``, as writable views if ``is_view``."""
         ...
 
 

@@ -93,6 +93,12 @@ def read(directory: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
         raise UserError(
             f"the adapter {directory} is of type {config.get('peft_type')}: only LORA can be read"
         )
+    init = config.get("init_lora_weights")
+    if isinstance(init, str) and init.startswith("pissa"):
+        raise UserError(
+            f"the adapter {directory} has init_lora_weights={init!r}, which cannot be read: merge it instead, or save "
+            "it with path_initial_model_for_weight_conversion of peft"
+        )
     for key, value in config.items():
         if key not in _KNOWN and value not in _HARMLESS.get(key, _UNSET):
             raise UserError(

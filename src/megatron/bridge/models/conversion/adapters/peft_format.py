@@ -470,6 +470,11 @@ def _check_part(
     tensors: Mapping[str, Tensor],
     directory: Path,
 ) -> None:
+    if not part.is_view:
+        raise UserError(
+            f"{directory} cannot be loaded into adapters that start as parts of the weights "
+            "(peft.init_lora_weights): adapt the model with the result of peft_for"
+        )
     names = _updated_names(task.mapping, part)
     for name in names:
         rank, alpha = rank_and_alpha(config, module_of(name))
