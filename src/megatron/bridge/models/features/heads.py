@@ -129,7 +129,8 @@ class HeadFeature(LayerFeature):
         "contrastive_temperature": "numbers",
         "hard_negatives": "numbers",
         "gather_negatives": "numbers",
-        "matryoshka_*": "numbers",
+        "matryoshka_dims": "numbers",
+        "matryoshka_weights": "numbers",
     }
 
     def check(self, config: Any) -> Iterator[str]:
