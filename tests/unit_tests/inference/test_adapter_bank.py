@@ -19,6 +19,7 @@ from megatron.bridge.utils.errors import UserError
 from tests.families import harness
 from tests.scripted_server import HAS_SERVER, LocalEngine, scripted_server
 from tests.unit_tests.data.conftest import tokenizer_dir  # noqa: F401 - a fixture
+from tests.unit_tests.inference.test_decoding_graphs import recorded  # noqa: F401 - a fixture
 from tests.unit_tests.inference.test_llm import model_dir  # noqa: F401 - a fixture
 
 PROMPTS = [[5, 9, 11, 2, 7], [5, 9, 11, 2, 7], [5, 9, 11, 2, 7], [3, 3, 8], list(range(2, 40))]
@@ -125,6 +126,23 @@ def test_replayed_steps_of_several_adapters_have_the_same_bits(
             assert (llm.engine.replay_obstacle is None) == graphs
     assert found[0] == found[1]
     assert len(recordings) == 3  # of all texts with one adapter, of all without, and of any mix
+
+
+def test_graphs_of_several_adapters_give_the_same_texts(
+    model_dir,  # noqa: F811
+    adapters,
+    recorded,  # noqa: F811
+):
+    mixes = [NAMES, ["wide"] * 2, [None] * 2, ["wide", "small"]]
+    found = []
+    for graphs in (False, True):
+        assert recorded == []
+        with LLM(str(model_dir), adapters=adapters, graphs=graphs, **OPTIONS) as llm:
+            found.append([answers(llm, PROMPTS[: len(names)], names) for names in mixes])
+    for captured, stepped in zip(found[1], found[0], strict=True):
+        assert_close(captured, stepped)
+    # of any mix, of all texts with one adapter, and of all without
+    assert [graph.replays for graph in recorded] == [6, 3, 3]
 
 
 def test_replay_forgets_adapters_that_are_unloaded(model_dir, adapters):  # noqa: F811
