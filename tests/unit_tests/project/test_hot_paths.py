@@ -65,6 +65,7 @@ ALLOWED = {
     "models/vision/tower.py _send_to_device .tolist()": "of bounds on the host, before they are moved",
     "models/vision/tower.py _with_sizes .cpu()": "the batch's grids are on the host",
     "peft/low_rank.py _draw_factor torch.empty": "first values",
+    "peft/fused_parts.py _split_rows torch.arange": "once per layer",
     "peft/principal.py _approximate_svd torch.randn": "first values",
     "peft/vera.py draw_projections torch.empty": "first values",
     "training/vlm_step.py _sight .tolist()": "of bounds on the host",

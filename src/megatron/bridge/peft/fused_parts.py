@@ -62,12 +62,10 @@ def check_queries(site: Site) -> None:
         )
 
 
-@torch.no_grad()
-def _split_rows(weight: Tensor, rows: dict[str, int], head_width: int | None) -> dict[str, Tensor]:
-    """Return role -> the rows of a fused weight that compute it, in the order of the part's outputs.
+def _split_rows(rows: dict[str, int], head_width: int | None) -> dict[str, Tensor]:
+    """Return role -> indices of the rows of a fused weight that compute it, in the order of the part's outputs.
 
     Args:
-        weight: [outputs of this rank, inputs].
         rows: Role -> number of its outputs on this rank.
         head_width: Outputs of a head, if the roles alternate by key-value group; None if one follows another.
     """
@@ -75,7 +73,7 @@ def _split_rows(weight: Tensor, rows: dict[str, int], head_width: int | None) ->
     groups = 1
     if head_width is not None:
         groups = rows.get("k", head_width) // head_width
-    by_group = weight.unflatten(0, (groups, -1))
+    by_group = torch.arange(sum(sizes)).unflatten(0, (groups, -1))
     parts = by_group.split([size // groups for size in sizes], dim=1)
     return {role: part.flatten(0, 1) for role, part in zip(rows, parts, strict=True)}
 
@@ -89,7 +87,7 @@ class CanonicalAdapter(nn.ModuleDict):
         self,
         site: Site,
         shapes: dict[str, LoRAShape],
-        make_path: Callable[[Site, LoRAShape, str, Sequence[Tensor]], LowRank] = LowRank,
+        make_path: Callable[[Site, LoRAShape, str, Tensor], LowRank] = LowRank,
     ) -> None:
         """Adapt parts of ``site``.
 
@@ -100,10 +98,9 @@ class CanonicalAdapter(nn.ModuleDict):
         """
         self.rows = rows_of(site)
         head_width = None if site.halves == 2 else site.config.kv_channels
-        weights_by_role = [_split_rows(weight, self.rows, head_width) for weight in site.weights]
+        row_indices = _split_rows(self.rows, head_width)
         factors = {
-            role: make_path(site, shape, role, [by_role[role] for by_role in weights_by_role])
-            for role, shape in shapes.items()
+            role: make_path(site, shape, role, row_indices[role]) for role, shape in shapes.items()
         }
         super().__init__(factors)
         self.head_width = head_width

@@ -71,7 +71,7 @@ class LowRank(nn.Module):
         site: Site,
         shape: LoRAShape,
         part: str = "",
-        part_weights: Sequence[Tensor] | None = None,
+        row_indices: Tensor | None = None,
     ) -> None:
         """Adapt ``site``.
 
@@ -79,11 +79,11 @@ class LowRank(nn.Module):
             site: The layer.
             shape: Hyperparameters.
             part: Role of the outputs that are adapted, if it is not the complete layer.
-            part_weights: Rows of the weights that compute this part on this rank.
+            row_indices: Rows of the weights on this rank that compute this part.
         """
         super().__init__()
         weight = site.weights[0]
-        a_size, b_size = self._set_layout(site, shape, part_weights)
+        a_size, b_size = self._set_layout(site, shape, row_indices)
         self.a = self._parameter(weight, *a_size)
         self.b = self._parameter(weight, *b_size)
         self._mark(self.a, cut=site.kind == "row", dim=self.a.ndim - 1)
@@ -94,11 +94,11 @@ class LowRank(nn.Module):
             self.reset_parameters(name)
             return
         frozen_shape = replace(shape, principal=None, init_a="zero", init_b="zero", dropout=0.0)
-        self.initial = LowRank(site, frozen_shape, part, part_weights).requires_grad_(False)
-        self._start_from(site.weights if part_weights is None else part_weights, name, site)
+        self.initial = LowRank(site, frozen_shape, part, row_indices).requires_grad_(False)
+        self._start_from_weights(site, name, row_indices)
 
     def _set_layout(
-        self, site: Site, shape: LoRAShape, part_weights: Sequence[Tensor] | None
+        self, site: Site, shape: LoRAShape, row_indices: Tensor | None
     ) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Record how the layer is cut; return the sizes of A and B on this rank."""
         weight = site.weights[0]
@@ -107,8 +107,8 @@ class LowRank(nn.Module):
         self.experts = site.experts
         self.group = site.group
         self.sequence_parallel = site.sequence_parallel
-        self.halves = site.halves if part_weights is None else 1
-        rows = weight.shape[0] if part_weights is None else part_weights[0].shape[0]
+        self.halves = site.halves if row_indices is None else 1
+        rows = weight.shape[0] if row_indices is None else len(row_indices)
         halves = (self.halves, rows // self.halves) if self.halves > 1 else (rows,)
         stack = () if site.experts is None else (site.experts,)
         return (*stack, shape.rank, weight.shape[1]), (*stack, *halves, shape.rank)
@@ -145,25 +145,25 @@ class LowRank(nn.Module):
                 )
 
     @torch.no_grad()
-    def _start_from(self, weights: Sequence[Tensor], name: str, site: Site) -> None:
+    def _start_from_weights(self, site: Site, name: str, row_indices: Tensor | None) -> None:
         """Start A and B, and the copies of their first values, as the principal part of the weights.
 
         The factors are those of the full matrix, the same under any layout.
 
         Args:
-            weights: The rows that are adapted, [outputs of this rank, inputs of this rank]; one for each expert.
-            name: Name of the layer, or of its part.
             site: The layer.
+            name: Name of the layer, or of its part.
+            row_indices: Rows of the weights that are adapted; None is all of them.
         """
         assert self.initial is not None, "there are copies of the first values"
-        if self.shape.is_filled_later or weights[0].is_meta:
+        if self.shape.is_filled_later or site.weights[0].is_meta:
             for parameter in (self.a, self.b):
                 parameter.zero_()
             return
         factors = zip(self._each_expert(self.a), self._each_expert(self.b), strict=True)
-        for weight, ((expert, local_a), (_, local_b)) in zip(weights, factors, strict=True):
-            cut = weight.unflatten(0, tuple(local_b.shape[:-1]))
-            matrix = principal.gather_matrix(cut, site)
+        for weight, ((expert, local_a), (_, local_b)) in zip(site.weights, factors, strict=True):
+            rows = weight if row_indices is None else weight[row_indices.to(weight.device)]
+            matrix = principal.gather_matrix(rows.unflatten(0, tuple(local_b.shape[:-1])), site)
             full_b_size = (*matrix.shape[:-1], self.shape.rank)
             matrix = matrix.flatten(0, -2)
             principal.check_rank(self.shape.rank, matrix, name)

@@ -65,20 +65,20 @@ class VeRAPath(LowRank):
         shape: LoRAShape,
         projections: Projections,
         part: str = "",
-        part_weights: Sequence[Tensor] | None = None,
+        row_indices: Tensor | None = None,
     ) -> None:
-        """Adapt ``site``, or the rows ``part_weights`` of its weights.
+        """Adapt ``site``, or the rows ``row_indices`` of its weights.
 
         Args:
             site: The layer.
             shape: Hyperparameters.
             projections: The factors of all layers.
             part: Has no effect: the first values are the same in all layers.
-            part_weights: Rows of the weights that compute the adapted part on this rank.
+            row_indices: Rows of the weights on this rank that compute the adapted part; None is all.
         """
         del part
         nn.Module.__init__(self)
-        a_size, b_size = self._set_layout(site, shape, part_weights)
+        a_size, b_size = self._set_layout(site, shape, row_indices)
         weight = site.weights[0]
         self.initial = None
         self.register_buffer("projection_a", self._shard_of_a(projections.a, a_size), False)
@@ -181,8 +181,8 @@ class VeRA(SplitLoRA):
         weight = next(chunks[0].parameters())
         a, b = draw_projections(
             self.dim,
-            inputs=max(inputs for inputs, _ in sizes),
-            outputs=max(outputs for _, outputs in sizes),
+            inputs=max((inputs for inputs, _ in sizes), default=1),
+            outputs=max((outputs for _, outputs in sizes), default=1),
             key=self.projection_prng_key,
         )
         self._projections = Projections(
@@ -218,9 +218,7 @@ class VeRA(SplitLoRA):
             role: self.shape_for(name) for role, name in parts.items() if name in self._chosen
         }
 
-        def make_path(
-            site: Site, shape: LoRAShape, part: str, part_weights: Sequence[Tensor]
-        ) -> LowRank:
-            return VeRAPath(site, shape, projections, part, part_weights)
+        def make_path(site: Site, shape: LoRAShape, part: str, row_indices: Tensor) -> LowRank:
+            return VeRAPath(site, shape, projections, part, row_indices)
 
         return CanonicalAdapter(site, shapes, make_path)
