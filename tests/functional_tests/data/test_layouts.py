@@ -17,9 +17,10 @@ VOCAB, BATCH, STEPS = 5000, 8, 6
 def draw(config, micro, dp_rank, dp_size, consumed, steps):
     """Tokens of ``steps`` global batches as one rank gets them: [step, microbatch, micro, seq]."""
     sizes = (STEPS * BATCH, 2 * BATCH, 0)
-    train, valid, _ = build_iterators(
+    iterators = build_iterators(
         config, NullTokenizer(VOCAB), sizes, micro, BATCH, dp_rank, dp_size, consumed
     )
+    train, valid = iterators.train, iterators.valid
     count = BATCH // (micro * dp_size)
     drawn = [torch.stack([next(train)["tokens"] for _ in range(count)]) for _ in range(steps)]
     return torch.stack(drawn), next(valid)["tokens"]

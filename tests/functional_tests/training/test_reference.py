@@ -87,7 +87,7 @@ def mean_cross_entropy(output, batch):
 
 def smoothed_by_transformers(output, batch):
     labels = batch["labels"].masked_fill(batch["loss_mask"] == 0, -100)
-    return LabelSmoother(epsilon=0.1)(output, {"labels": labels})
+    return LabelSmoother(epsilon=0.1)(output, labels)
 
 
 def learning_rate(step):
