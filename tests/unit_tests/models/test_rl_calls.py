@@ -138,8 +138,8 @@ def test_settings_of_adapters():
     assert found == DoRA(dim=4, alpha=8)
     with pytest.raises(UserError, match=r"lora\.ranks=4: LoRA has no such setting"):
         create_peft({"rank": 4, "ranks": 4})
-    with pytest.raises(UserError, match=r"lora\.type=vera: use one of lora"):
-        create_peft({"type": "vera", "rank": 4})
+    with pytest.raises(UserError, match=r"lora\.type=ia3: use one of lora"):
+        create_peft({"type": "ia3", "rank": 4})
 
 
 @pytest.mark.parametrize(

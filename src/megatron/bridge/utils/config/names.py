@@ -85,6 +85,7 @@ _NAMES_BY_MODULE = {
         "transformer_engine_mamba_stack_spec",
     ],
     "megatron.bridge.peft.canonical_lora": ["CanonicalLoRA"],
+    "megatron.bridge.peft.vera": ["VeRA"],
     "megatron.bridge.peft.dora": ["DoRA"],
     "megatron.bridge.peft.lora": ["LoRA", "VLMLoRA"],
     "megatron.bridge.recipes.defaults": ["squad_example"],
