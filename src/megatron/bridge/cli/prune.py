@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron.bridge.cli.support import text_format
-from megatron.bridge.cli.support.options import add_hf_model
-from megatron.bridge.cli.support.parser import Parser, count, location_path
+from megatron.bridge.cli.support.options import add_hf_model, add_new_model_folder
+from megatron.bridge.cli.support.parser import Parser, count
 from megatron.bridge.utils.errors import UserError
 
 if TYPE_CHECKING:
@@ -30,13 +30,7 @@ def add_arguments(parser: Parser) -> None:
     parser.description = DESCRIPTION
     parser.epilog = EXAMPLES
     add_hf_model(parser, description="directory or hub id of the trained model")
-    parser.add_argument(
-        "--hf-path",
-        type=location_path,
-        required=True,
-        metavar="DIR",
-        help="model directory to create",
-    )
+    add_new_model_folder(parser)
     parser.add_argument(
         "--texts",
         type=Path,

@@ -2,9 +2,9 @@
 """``megatron-bridge trace``: the traces of PyTorch's profiler."""
 
 import argparse
-from html import escape
 from pathlib import Path
 
+from megatron.bridge.autotune import report
 from megatron.bridge.cli.support import text_format
 from megatron.bridge.cli.support.output_files import HtmlPage, OutputFile
 from megatron.bridge.cli.support.overlap_page import overlap_page
@@ -106,7 +106,7 @@ def _show_overlap(args: argparse.Namespace) -> int:
         page = overlap_page(
             f"Communication and computation in {args.folder}",
             overlaps,
-            "".join(map(_html_table, tables)),
+            "".join(report.table(rows[0], rows[1:]) for rows in tables),
         )
         text_format.write_file("--html", args.html, page)
         text_format.say(f"{args.html} shows when ranks compute and communicate")
@@ -155,10 +155,3 @@ def _message_rows(overlaps: dict[int, Overlap]) -> list[list[str]]:
             ]
         )
     return rows
-
-
-def _html_table(rows: list[list[str]]) -> str:
-    head, *body = rows
-    lines = ["".join(f"<th>{escape(cell)}</th>" for cell in head)]
-    lines += ["".join(f"<td>{escape(cell)}</td>" for cell in row) for row in body]
-    return "<table>" + "".join(f"<tr>{line}</tr>" for line in lines) + "</table>"

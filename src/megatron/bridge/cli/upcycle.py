@@ -4,8 +4,8 @@
 import argparse
 
 from megatron.bridge.cli.support import text_format
-from megatron.bridge.cli.support.options import add_hf_model
-from megatron.bridge.cli.support.parser import Parser, count, location_path
+from megatron.bridge.cli.support.options import add_hf_model, add_new_model_folder
+from megatron.bridge.cli.support.parser import Parser, count
 
 DESCRIPTION = (
     "Make a mixture of experts from a dense Hugging Face model. Its outputs are those of the dense "
@@ -22,13 +22,7 @@ def add_arguments(parser: Parser) -> None:
     parser.description = DESCRIPTION
     parser.epilog = EXAMPLES
     add_hf_model(parser, description="directory or hub id of the dense model")
-    parser.add_argument(
-        "--hf-path",
-        type=location_path,
-        required=True,
-        metavar="DIR",
-        help="model directory to create",
-    )
+    add_new_model_folder(parser)
     parser.add_argument(
         "--experts", type=count, required=True, metavar="N", help="experts of a layer"
     )

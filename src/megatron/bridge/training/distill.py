@@ -9,7 +9,6 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.bridge.training.callbacks.base import Callback, CallbackManager
 from megatron.bridge.training.config import ConfigContainer, DistillConfig
 from megatron.bridge.training.distillation.cache import CachedTargets, open_cache
-from megatron.bridge.training.distillation.on_policy import OnPolicyBatches
 from megatron.bridge.training.distillation.step import forward_step
 from megatron.bridge.training.distillation.student_teacher import add_projections, bind, width
 from megatron.bridge.training.distillation.teacher import identity, load_teacher, teacher_provider
@@ -54,6 +53,9 @@ def distill(config: AnyConfig, callbacks: Callbacks | None = None) -> Run:
         student.model.register_pre_wrap_hook(partial(_attach, provider, student))
         own_callbacks.append(SameTeacher(name, identity(name)))
     if settings.on_policy_fraction:
+        # it imports the engine
+        from megatron.bridge.training.distillation.on_policy import OnPolicyBatches
+
         own_callbacks.append(OnPolicyBatches(settings))
     return pretrain(resolved, forward_step, CallbackManager([*own_callbacks, *(callbacks or ())]))
 

@@ -5,6 +5,7 @@ The engine runs in the same processes and layout as the training and reads its w
 call the same functions; each data-parallel rank computes its share, and every rank gets all results.
 """
 
+import hashlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -18,6 +19,13 @@ from megatron.bridge.models.chunk_info import evaluation_mode
 from megatron.bridge.training.config import ConfigContainer
 from megatron.bridge.training.optim.optimizer import gathered_params
 from megatron.bridge.training.state import Run
+
+
+def derive_seed(*numbers: int) -> int:
+    """Return a seed of 63 bits that depends on the numbers and their order alone."""
+    position = ":".join(map(str, numbers))
+    digest = hashlib.blake2b(position.encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "big") >> 1
 
 
 class GenerationLimits(Protocol):

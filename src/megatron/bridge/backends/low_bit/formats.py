@@ -70,9 +70,9 @@ class LowBitFormat:
         scales: list[Tensor] = []
         for rows in matrix.split(max(1, _AT_ONCE // matrix.shape[1])):
             groups = rows.float().reshape(-1, self.group)
-            found = self.find_scales(groups)
-            codes.append(self._stored(self.encode(groups, found), rows.shape))
-            scales.append(self.pack_scales(found).view(rows.shape[0], -1))
+            group_scales = self.find_scales(groups)
+            codes.append(self._stored(self.encode(groups, group_scales), rows.shape))
+            scales.append(self.pack_scales(group_scales).view(rows.shape[0], -1))
         return torch.cat(codes), torch.cat(scales)
 
     def keep(self, numbers: Tensor, scales: Tensor) -> tuple[Tensor, Tensor] | None:

@@ -14,6 +14,7 @@ from megatron.bridge.cli.support.parser import (
     Parser,
     count,
     location,
+    location_path,
     memory_size,
 )
 from megatron.bridge.inference.speculation import METHODS
@@ -121,6 +122,16 @@ def add_hf_model(
         "--hf-model", type=location, required=required, metavar="ID", help=description
     )
     add_parallel_sizes(parser)
+
+
+def add_new_model_folder(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--hf-path",
+        type=location_path,
+        required=True,
+        metavar="DIR",
+        help="model directory to create",
+    )
 
 
 def add_parallel_sizes(parser: argparse.ArgumentParser) -> None:

@@ -161,12 +161,12 @@ def _tensors(
     new_index = {old: new for new, old in enumerate(kept_parts.layers)}
     norm_factor = (config["hidden_size"] / len(kept_parts.channels)) ** 0.5
     for name in stored:
-        head, found, rest = name.partition("model.layers.")
+        head, layers, rest = name.partition("model.layers.")
         new_name = name
         layer = None
-        if found:
-            number, _, rest = rest.partition(".")
-            layer = new_index.get(int(number))
+        if layers:
+            old_index, _, rest = rest.partition(".")
+            layer = new_index.get(int(old_index))
             if layer is None:
                 continue
             new_name = f"{head}model.layers.{layer}.{rest}"

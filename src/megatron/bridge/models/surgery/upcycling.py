@@ -143,8 +143,8 @@ def _tensors(
     stored = source.state
     for name in stored:
         entry = stored.entries[name]
-        layer, found, matrix = name.partition(".mlp.")
-        if not found:
+        layer, mlp, matrix = name.partition(".mlp.")
+        if not mlp:
             yield name, NewTensor(entry.dtype, entry.shape, partial(stored.__getitem__, name))
             continue
         kind = matrix.removesuffix(".weight")

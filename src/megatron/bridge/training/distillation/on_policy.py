@@ -21,8 +21,7 @@ from megatron.bridge.inference.requests import NOT_FINITE, Sampling
 from megatron.bridge.training.callbacks.base import Callback
 from megatron.bridge.training.config.blocks.objectives import DistillConfig
 from megatron.bridge.training.config.resolve.data import sequence_multiple
-from megatron.bridge.training.generation import open_engine
-from megatron.bridge.training.reinforcement.episodes import derive_seed
+from megatron.bridge.training.generation import derive_seed, open_engine
 from megatron.bridge.training.state import BatchIterator, Run
 from megatron.bridge.training.step.refilled_batches import RefilledBatches
 from megatron.bridge.utils.errors import UserError
@@ -91,13 +90,13 @@ class OnPolicyBatches(Callback):
         with open_engine(run, self._settings) as engine:
             jobs = []
             for index, prompt in enumerate(everywhere):
-                room = run.config.dataset.seq_length - len(prompt)
+                free_tokens = run.config.dataset.seq_length - len(prompt)
                 sampling = Sampling(
-                    max_new_tokens=min(self._settings.max_completion_length, room),
+                    max_new_tokens=min(self._settings.max_completion_length, free_tokens),
                     temperature=self._settings.completion_temperature,
                     seed=derive_seed(seed, index),
                 )
-                jobs.append(engine.submit(prompt, sampling)[0] if room > 0 else None)
+                jobs.append(engine.submit(prompt, sampling)[0] if free_tokens > 0 else None)
             for _ in engine.run():
                 pass
             completions = [None if job is None else job.completion for job in jobs]
@@ -149,5 +148,5 @@ def with_answer(sample: Sample, answer: Sequence[int]) -> Sample:
 
 
 def _start_of_answer(sample: Sample) -> int:
-    others = np.flatnonzero(~sample.trained)
-    return int(others[-1]) + 1
+    untrained_positions = np.flatnonzero(~sample.trained)
+    return int(untrained_positions[-1]) + 1

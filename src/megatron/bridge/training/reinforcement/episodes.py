@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Completions that may call tools: what the model wrote, what the tools answered, and what comes next."""
 
-import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -18,6 +17,7 @@ from megatron.bridge.inference.conversations.tool_parsers import find_tool_forma
 from megatron.bridge.inference.prompts import PromptReader
 from megatron.bridge.inference.requests import Completion
 from megatron.bridge.training.config.blocks.reinforcement import GRPOConfig
+from megatron.bridge.training.generation import derive_seed
 from megatron.bridge.training.reinforcement.tools import Toolbox, ToolResult
 from megatron.bridge.utils.errors import UserError
 
@@ -71,13 +71,6 @@ class Episode:
     def seed_of_turn(self) -> int:
         """The seed of the next answer after results."""
         return derive_seed(self.seed, self.index, len(self.tokens))
-
-
-def derive_seed(*numbers: int) -> int:
-    """Return a seed of 63 bits that depends on the numbers and their order alone."""
-    position = ":".join(map(str, numbers))
-    digest = hashlib.blake2b(position.encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "big") >> 1
 
 
 def experts_of(completion: Completion) -> Tensor | None:

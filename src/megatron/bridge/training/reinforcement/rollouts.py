@@ -21,13 +21,17 @@ from megatron.bridge.inference.engine import Engine, InferenceJob
 from megatron.bridge.inference.prompts import PromptReader
 from megatron.bridge.inference.requests import NOT_FINITE, Sampling
 from megatron.bridge.training.config.blocks.reinforcement import GRPOConfig
-from megatron.bridge.training.generation import open_engine, transformers_tokenizer
+from megatron.bridge.training.generation import (
+    derive_seed,
+    open_engine,
+    transformers_tokenizer,
+)
 from megatron.bridge.training.reinforcement.advantages import (
     Scores,
     score_rewards,
     weighted_sum,
 )
-from megatron.bridge.training.reinforcement.episodes import Episode, ToolTurns, derive_seed
+from megatron.bridge.training.reinforcement.episodes import Episode, ToolTurns
 from megatron.bridge.training.reinforcement.rewards import ScoredCompletion
 from megatron.bridge.training.reinforcement.tools import Toolbox
 from megatron.bridge.training.state import Run

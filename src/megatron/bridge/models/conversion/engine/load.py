@@ -131,15 +131,15 @@ def _fill_low_bit(
     values = torch.empty(weight.shape, dtype=dtype)
     in_full = replace(task, param_weight=values)
     copies = task.mapping.copies and not bridge.computes_on_load
-    kept = None
+    source_codes = None
     if is_packed and copies:
-        kept = _codes_of_source(weight, in_full, cast(QuantizedCheckpoint, checkpoint))
+        source_codes = _codes_of_source(weight, in_full, cast(QuantizedCheckpoint, checkpoint))
     invalid = fill(bridge, in_full, checkpoint)
     with torch.no_grad():
-        if kept is None:
+        if source_codes is None:
             weight.set_values(values)
         else:
-            codes, scales = kept
+            codes, scales = source_codes
             weight.set_codes(codes, scales, of_source=True)
     return invalid
 
