@@ -6,6 +6,7 @@ from html import escape
 
 from megatron.bridge.autotune.time.simulate import PassSpan
 from megatron.bridge.autotune.time.step import Prediction
+from megatron.bridge.utils.html_table import html_table
 
 KINDS = {
     "matrix": "matrix products",
@@ -83,17 +84,9 @@ def split_table(prediction: Prediction) -> str:
         for kind, part in _largest_first(prediction.split)
         if part
     ]
-    return table(
+    return html_table(
         ("kind", "seconds", "part"), [*rows, ("step", f"{prediction.seconds:.4f}", "100.0%")]
     )
-
-
-def table(head: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
-    cells = ["<tr>" + "".join(f"<th>{escape(str(cell))}</th>" for cell in head) + "</tr>"]
-    cells += [
-        "<tr>" + "".join(f"<td>{escape(str(cell))}</td>" for cell in row) + "</tr>" for row in rows
-    ]
-    return f"<table>{''.join(cells)}</table>"
 
 
 def scatter(points: Sequence[tuple[float, float, str]], front: int) -> str:

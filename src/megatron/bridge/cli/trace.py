@@ -4,12 +4,12 @@
 import argparse
 from pathlib import Path
 
-from megatron.bridge.autotune import report
 from megatron.bridge.cli.support import text_format
 from megatron.bridge.cli.support.output_files import HtmlPage, OutputFile
 from megatron.bridge.cli.support.overlap_page import overlap_page
 from megatron.bridge.cli.support.parser import Parser
 from megatron.bridge.utils.errors import UserError
+from megatron.bridge.utils.html_table import html_table
 from megatron.bridge.utils.profiler_overlap import KindOverlap, Overlap, analyze
 from megatron.bridge.utils.profiler_traces import find_traces, merge, read
 
@@ -106,7 +106,7 @@ def _show_overlap(args: argparse.Namespace) -> int:
         page = overlap_page(
             f"Communication and computation in {args.folder}",
             overlaps,
-            "".join(report.table(rows[0], rows[1:]) for rows in tables),
+            "".join(html_table(rows[0], rows[1:]) for rows in tables),
         )
         text_format.write_file("--html", args.html, page)
         text_format.say(f"{args.html} shows when ranks compute and communicate")

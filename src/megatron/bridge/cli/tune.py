@@ -19,6 +19,7 @@ from megatron.bridge.cli.support.train_job import TrainJob, prepare
 from megatron.bridge.recipes import catalog
 from megatron.bridge.utils.config.serialize import dump_yaml
 from megatron.bridge.utils.errors import UserError, did_you_mean
+from megatron.bridge.utils.html_table import html_table
 from megatron.bridge.utils.startup import without_gc
 
 if TYPE_CHECKING:
@@ -575,7 +576,7 @@ def _write_yaml(job: TrainJob, search: "Search", price: "Price", path: Path | No
 
 
 def _page(job: TrainJob, search: "Search", results: "Found") -> str:
-    from megatron.bridge.autotune.report import page, scatter, table
+    from megatron.bridge.autotune.report import page, scatter
     from megatron.bridge.autotune.search.explain import pareto
 
     best = results.best[0]
@@ -596,9 +597,9 @@ def _page(job: TrainJob, search: "Search", results: "Found") -> str:
     ]
     memory = [(f"stage {stage}", f"{size / 1e9:.1f}") for stage, size in enumerate(best.memory)]
     sections = [
-        ("Best layouts", table(("layout", "seconds", "GB", "MFU"), rows)),
+        ("Best layouts", html_table(("layout", "seconds", "GB", "MFU"), rows)),
         ("Time against memory", scatter(points, len(front))),
-        ("Memory of the best layout", table(("", "GB"), memory)),
+        ("Memory of the best layout", html_table(("", "GB"), memory)),
         ("Settings", f"<pre>{' '.join(tune_probe.overrides(search, best))}</pre>"),
     ]
     return page(
