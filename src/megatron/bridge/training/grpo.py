@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reinforcement learning: a model learns from rewards of its own completions (GRPO and its relatives)."""
+"""Reinforcement learning: a model learns from rewards of its own completions (GRPO, PPO and their relatives)."""
 
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -11,16 +11,18 @@ from megatron.bridge.models.conversion.pretrained import provider_of
 from megatron.bridge.models.gpt_provider import GPTModelProvider
 from megatron.bridge.training.callbacks.base import Callback, CallbackManager
 from megatron.bridge.training.callbacks.observe.report import FinetuningReport
-from megatron.bridge.training.config import ConfigContainer
+from megatron.bridge.training.config import ConfigContainer, Resolved
 from megatron.bridge.training.distill import SameTeacher
 from megatron.bridge.training.distillation.teacher import (
     identity,
     load_teacher,
     set_shared_settings,
+    share_message_settings,
 )
 from megatron.bridge.training.finetune import check_tokenizer
 from megatron.bridge.training.pretrain import pretrain
 from megatron.bridge.training.reinforcement.callback import Rollouts
+from megatron.bridge.training.reinforcement.critic import Critic, critic_provider
 from megatron.bridge.training.reinforcement.rewards import load_rewards
 from megatron.bridge.training.reinforcement.step import PolicyStep
 from megatron.bridge.training.reinforcement.tools import load_tools, offer_tools
@@ -68,6 +70,12 @@ def grpo(
     forward_step = PolicyStep()
     rollouts = Rollouts(settings, rewards, toolbox, forward_step)
     own_callbacks: list[Callback] = [rollouts]
+    critic = settings.active_critic
+    if critic is not None:
+        provider = critic_provider(resolved.config, critic, distributed.world_size())
+        resolved.config.model.register_pre_wrap_hook(
+            partial(_build_critic, resolved, provider, rollouts)
+        )
     name = reference_of(resolved.config)
     if name is not None:
         provider = reference_provider(resolved.config, name, distributed.world_size())
@@ -94,10 +102,18 @@ def reference_provider(config: ConfigContainer, name: str, world_size: int) -> G
     assert config.grpo is not None, "grpo is not set"
     provider: Any = provider_of(name, config.grpo.trust_remote_code)
     provider = set_shared_settings(provider, name, config, world_size, key="grpo.reference")
-    # its pipeline sends rows of the same lengths
-    provider.variable_seq_lengths = config.model.variable_seq_lengths
-    provider.moe_token_dispatcher_type = config.model.moe_token_dispatcher_type
+    share_message_settings(provider, config)
     return provider
+
+
+def _build_critic(
+    resolved: Resolved[ConfigContainer],
+    provider: GPTModelProvider,
+    rollouts: Rollouts,
+    chunks: list[MegatronModule],
+) -> None:
+    """Build the critic in addition to the new ``chunks`` of a model, before random states are restored."""
+    rollouts.critic = Critic(resolved.config, provider, resolved.tokenizer)
 
 
 def _load_reference(

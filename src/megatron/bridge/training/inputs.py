@@ -174,6 +174,7 @@ def _check_second_model(resolved: Resolved[ConfigContainer]) -> None:
         "distill.teacher": None if distill is None else distill.teacher,
         "dpo.reference": None if dpo is None else dpo.reference,
         "grpo.reference": None if grpo is None else grpo.reference,
+        "grpo.critic.model": None if grpo is None or grpo.critic is None else grpo.critic.model,
     }
     for key, name in names.items():
         if name is None or is_hub_id(name):

@@ -141,6 +141,8 @@ class Run:
     last_step: StepResult | None = None
     total_loss_dict: dict[str, torch.Tensor] | None = None
     """Mean losses of the last evaluation."""
+    companions: "list[Run]" = field(default_factory=list["Run"])
+    """Runs of other models, such as a critic, that are saved with this one, in folders of their own."""
     evaluation: "Callable[[Run], LossReport] | None" = None
     """Evaluates on the validation data, where that is not the loss of batches; a callback sets it."""
 

@@ -81,6 +81,11 @@ def save_run(run: Run, background: AsyncSaver | None = None) -> Path:
     root = Path(config.save)
     step = run.progress.step
     is_best = config.keep_best and run.best_step == step
+    for (
+        companion
+    ) in run.companions:  # first, so that the newest checkpoint of a run has all of them
+        companion.best_step = run.best_step
+        save_run(companion)
     directory = paths.iteration_dir(root, step)
     if background is not None:
         background.poll(wait=True)

@@ -33,6 +33,12 @@ SHARED = (
     "make_vocab_size_divisible_by",
     "calculate_per_token_loss",
 )
+_MESSAGE_SETTINGS = (
+    "variable_seq_lengths",
+    "overlap_p2p_comm",
+    "batch_p2p_comm",
+    "moe_token_dispatcher_type",
+)
 SAMPLE = 1 << 20  # bytes at both ends of a weight file that are hashed to identify it
 _LAYOUT_RULES = [rule for rule in RULES if rule.__module__ == layout_rules.__name__]
 
@@ -65,10 +71,16 @@ def set_shared_settings(
         provider.make_query_groups_divisible_by = tensor
     problems = [
         *_unlike_the_student(provider, config),
-        *_unfit_for_the_layout(provider, config, world_size),
+        *_unfit_for_the_layout(provider, config, world_size, key),
     ]
     refuse(f"{key}={name}: {problem}" for problem in problems)
     return provider
+
+
+def share_message_settings(provider: GPTModelProvider, config: ConfigContainer) -> None:
+    """Set how ranks exchange tensors of the policy's rows, for a model that runs on these rows."""
+    for name in _MESSAGE_SETTINGS:
+        setattr(provider, name, getattr(config.model, name))
 
 
 def load_teacher(provider: GPTModelProvider) -> list[MegatronModule]:
@@ -132,7 +144,9 @@ def _unlike_the_student(provider: Any, config: ConfigContainer) -> Iterator[str]
         )
 
 
-def _unfit_for_the_layout(provider: Any, config: ConfigContainer, world_size: int) -> Iterator[str]:
+def _unfit_for_the_layout(
+    provider: Any, config: ConfigContainer, world_size: int, key: str
+) -> Iterator[str]:
     inside = dataclasses.replace(config, model=provider)
     problems = violations(_LAYOUT_RULES, inside, world_size)
     if not problems:
@@ -141,7 +155,9 @@ def _unfit_for_the_layout(provider: Any, config: ConfigContainer, world_size: in
         except (ValueError, AssertionError) as error:
             problems = [str(error)]
     if problems:
-        yield (
-            f"it does not support the student's parallel sizes ({'; '.join(problems)}): choose sizes for both, or "
-            "cache its logits with other sizes, with --mode cache-teacher and distill.cache"
-        )
+        remedy = "choose sizes for both"
+        if key == "distill.teacher":
+            remedy += (
+                ", or cache its logits with other sizes, with --mode cache-teacher and distill.cache"
+            )
+        yield f"it does not support the parallel sizes of the run ({'; '.join(problems)}): {remedy}"

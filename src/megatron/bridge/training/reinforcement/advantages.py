@@ -17,7 +17,7 @@ class Scores:
 
     Attributes:
         rewards: Weighted sum over the reward functions, NaN where all returned None, [completions].
-        advantages: [completions].
+        advantages: [completions]; 0 with a critic, whose advantages are those of tokens.
         has_signal: Whether the rewards of a group differ, bool [groups].
     """
 
@@ -35,10 +35,13 @@ def score_rewards(by_function: Tensor, settings: GRPOConfig) -> Scores:
     """
     rewards = weighted_sum(by_function, settings)
     groups = rewards.view(-1, settings.num_generations)
-    if settings.advantage_estimator == "rloo":
-        advantages = _leave_one_out(groups)
-    else:
-        advantages = (groups - groups.nanmean(1, keepdim=True)) / _scale(groups, settings)
+    match settings.advantage_estimator:
+        case "rloo":
+            advantages = _leave_one_out(groups)
+        case "gae":
+            advantages = torch.zeros_like(groups)
+        case "group":
+            advantages = (groups - groups.nanmean(1, keepdim=True)) / _scale(groups, settings)
     deviations = nan_std(groups, 1)
     has_signal = ~torch.isclose(deviations, torch.zeros_like(deviations))
     # a completion that no function scored teaches nothing
@@ -52,6 +55,36 @@ def weighted_sum(by_function: Tensor, settings: GRPOConfig) -> Tensor:
     weights = settings.reward_weights or [1.0] * by_function.size(1)
     rewards = (by_function * by_function.new_tensor(weights)).nansum(1)
     return rewards.masked_fill(by_function.isnan().all(1), torch.nan)
+
+
+def generalized_advantages(
+    rewards: Tensor, values: Tensor, gamma: float, lam: float
+) -> tuple[Tensor, Tensor]:
+    """The advantages of the tokens of a completion, and their returns; ``CriticConfig`` has the formula.
+
+    Args:
+        rewards: Reward of each token that the model wrote, fp32 [tokens].
+        values: What the critic predicted before each of these tokens, fp32 [tokens].
+        gamma: How much a reward counts one token earlier.
+        lam: 0 trusts the values, 1 the rewards alone.
+    """
+    advantages = torch.zeros_like(rewards)
+    next_value = 0.0
+    next_advantage = 0.0
+    for place in reversed(range(len(rewards))):
+        value = values[place].item()
+        error = rewards[place].item() + gamma * next_value - value
+        next_advantage = error + gamma * lam * next_advantage
+        next_value = value
+        advantages[place] = next_advantage
+    return advantages, advantages + values
+
+
+def standardize(values: Tensor) -> Tensor:
+    """``values`` with mean 0 and variance 1; a single value becomes 0."""
+    if len(values) < 2:
+        return torch.zeros_like(values)
+    return (values - values.mean()) * torch.rsqrt(values.var() + 1e-8)
 
 
 def _scale(groups: Tensor, settings: GRPOConfig) -> Tensor | float:

@@ -49,7 +49,8 @@ def microbatches_of(
     Besides the keys of every packed batch they have, for each token [1, tokens] and 0 outside of completions:
     ``token_weights``, ``advantages``, ``sequence_lengths`` (tokens in the loss of the sequence, at least 1),
     ``places`` (of tokens in the loss, the index in a flat tensor of all completions of the step, else -1), and where
-    they are known ``sampler_log_probs``, ``old_log_probs``, ``reference_log_probs`` and ``corrections``.
+    they are known ``sampler_log_probs``, ``old_log_probs``, ``reference_log_probs``, ``corrections``, ``values`` and
+    ``returns``.
     For ``RolloutReplay`` they have ``prompt_lengths``, tokens of the prompt of each sequence, and with
     ``grpo.router_replay`` ``experts`` [1, tokens, layers with experts, topk], -1 where routers choose.
     """
@@ -81,7 +82,7 @@ def _make_batch(
         for name in (
             "token_weights",
             "advantages",
-            *_known_log_probs(rollouts[chosen[0]], settings),
+            *_known_of_tokens(rollouts[chosen[0]], settings),
         )
     }
     experts = _unset_experts(rollouts[chosen[0]], bounds[-1], settings)
@@ -103,8 +104,10 @@ def _make_batch(
         values["token_weights"][span] = weights[index] * is_written
         flat_places = torch.arange(starts[index], starts[index + 1], device="cpu")
         places[span] = torch.where(is_written, flat_places, -1)
-        for name, log_probs in _known_log_probs(rollout, settings).items():
-            values[name][span] = log_probs
+        for name, known in _known_of_tokens(rollout, settings).items():
+            values[name][span] = known
+        if rollout.token_advantages is not None:
+            values["advantages"][span] = rollout.token_advantages
     tensors = values | {"places": places}
     if experts is not None:
         tensors["experts"] = experts
@@ -135,7 +138,7 @@ def written_tokens(rollout: Rollout) -> Tensor:
     return torch.ones(len(rollout.tokens), dtype=torch.bool, device="cpu")
 
 
-def _known_log_probs(rollout: Rollout, settings: GRPOConfig) -> dict[str, Tensor]:
+def _known_of_tokens(rollout: Rollout, settings: GRPOConfig) -> dict[str, Tensor]:
     """What is known of the tokens of a completion, by the key of a batch."""
     known: dict[str, Tensor] = {}
     if settings.knows_sampler_log_probs:
@@ -148,4 +151,7 @@ def _known_log_probs(rollout: Rollout, settings: GRPOConfig) -> dict[str, Tensor
             )
     if rollout.reference_log_probs is not None:
         known["reference_log_probs"] = rollout.reference_log_probs
+    if rollout.values is not None and rollout.returns is not None:
+        known["values"] = rollout.values
+        known["returns"] = rollout.returns
     return known

@@ -24,6 +24,7 @@ from megatron.bridge.training.reinforcement.batches import (
     microbatches_of,
     written_tokens,
 )
+from megatron.bridge.training.reinforcement.critic import Critic, set_advantages
 from megatron.bridge.training.reinforcement.replay import RolloutReplay
 from megatron.bridge.training.reinforcement.rewards import (
     ScoredCompletion,
@@ -78,6 +79,9 @@ class Rollouts(Callback):
         self._step_contexts = ExitStack()  # around the passes of a step
         self.reference: list[MegatronModule] | None = None
         """The chunks of a second model; None where there is none."""
+        self.critic: Critic | None = None
+        """The critic of ``grpo.advantage_estimator=gae``."""
+        self._value_losses: dict[str, Tensor] = {}  # of the critic's last step
         self._prompts: PromptStream | None = None
         self._drawn = 0  # prompts that were drawn before the run was built
         self._generation: Generation | None = None
@@ -120,6 +124,8 @@ class Rollouts(Callback):
                 is_exact=settings.exact_rollout,
                 replays_experts=settings.router_replay,
             )
+        if self.critic is not None:
+            self.critic.join(context)
         self._restore(context)
 
     def _restore(self, run: Run) -> None:
@@ -143,6 +149,16 @@ class Rollouts(Callback):
             )
             self._generation = None
             self._steps = 0
+        has_values = (
+            self._generation is not None and self._generation.rollouts[0].values is not None
+        )
+        if self._generation is not None and has_values != (self.critic is not None):
+            print_rank_0(
+                f"note: the completions of the checkpoint have {'' if has_values else 'no '}values of a critic, "
+                f"and grpo.advantage_estimator={self._settings.advantage_estimator}: they are generated again"
+            )
+            self._generation = None
+            self._steps = 0
 
     @property
     def _lacks_experts(self) -> bool:
@@ -158,6 +174,8 @@ class Rollouts(Callback):
         microbatches = microbatches_of(step, _shape_of(context, self._settings), self._settings)
         for batches in self._batches:
             batches.refill(microbatches)
+        if self.critic is not None:
+            self._value_losses = self.critic.train(microbatches, step.mean_tokens)
         self._forward_step.mismatch.clear()
         replay = self._forward_step.replay
         if replay is not None:
@@ -176,6 +194,8 @@ class Rollouts(Callback):
                 report[name] = torch.tensor([value, 1.0], dtype=torch.float64).to(
                     torch.cuda.current_device()
                 )
+            for name, mean in self._value_losses.items():
+                report[name] = torch.stack((mean.double(), torch.ones_like(mean.double())))
 
     def _measure_mismatch(self, generation: Generation) -> None:
         """Compare the log-probabilities of the first step of a generation with those of the engine."""
@@ -232,6 +252,8 @@ class Rollouts(Callback):
         generation.rollouts = [generation.rollouts[index] for index in order]
         self._generation = generation
         self._score(run)
+        if self.critic is not None:
+            self._estimate_advantages(run, self.critic)
         samples = self._samples
         if samples is not None:
             on_first_rank(lambda: samples.write(run.progress.step + 1, generation))
@@ -273,6 +295,15 @@ class Rollouts(Callback):
                 )
                 _store(step, "reference_log_probs", scores)
 
+    def _estimate_advantages(self, run: Run, critic: Critic) -> None:
+        """Compare the rewards of tokens with what the critic predicts."""
+        assert self._generation is not None, "there is a generation"
+        for step in self._steps_rollouts(run):
+            batches = microbatches_of(step, _shape_of(run, self._settings), self._settings)
+            values = critic.predict_values(batches, step.starts[-1])
+            _store(step, "values", values)
+        self._generation.metrics |= set_advantages(self._generation.rollouts, self._settings)
+
     def _reference_replay(self, run: Run) -> RolloutReplay | None:
         """The engine's numbers for the reference, too: equal weights then have a divergence of exactly 0."""
         if not self._settings.exact_rollout:
@@ -303,7 +334,10 @@ def _shape_of(run: Run, settings: GRPOConfig) -> BatchShape:
     )
 
 
-_LOG_PROBS = ("sampler_log_probs", "old_log_probs", "reference_log_probs")
+_OF_TOKENS = (
+    *("sampler_log_probs", "old_log_probs", "reference_log_probs"),
+    *("token_advantages", "values", "returns"),
+)
 
 
 def pack_generation(generation: Generation) -> dict[str, Any]:
@@ -321,7 +355,7 @@ def pack_generation(generation: Generation) -> dict[str, Any]:
         "is_trained": _integers(rollout.is_trained for rollout in rollouts),
         "metrics": generation.metrics,
     }
-    for name in _LOG_PROBS:
+    for name in _OF_TOKENS:
         parts = [getattr(rollout, name) for rollout in rollouts]
         packed[name] = None if parts[0] is None else torch.cat(parts)
     experts = [rollout.experts for rollout in rollouts if rollout.experts is not None]
@@ -346,10 +380,11 @@ def unpack_generation(packed: dict[str, Any]) -> Generation:
             strict=True,
         )
     ]
-    for name in _LOG_PROBS:
-        if packed[name] is None:
+    for name in _OF_TOKENS:
+        numbers = packed.get(name)  # checkpoints before critics have no values
+        if numbers is None:
             continue
-        for rollout, part in zip(rollouts, packed[name].split(lengths), strict=True):
+        for rollout, part in zip(rollouts, numbers.split(lengths), strict=True):
             setattr(rollout, name, part.clone())
     masks = packed.get("is_written")  # checkpoints before tools have none
     if masks is not None and not masks.all():

@@ -24,7 +24,7 @@ class CompletionTokens:
     Attributes:
         mask: 1 for tokens in the loss, else 0, fp32 [tokens].
         lengths: Tokens in the loss of the completion of each token, at least 1, fp32 [tokens].
-        advantages: Advantage of the completion of each token, fp32 [tokens].
+        advantages: Advantage of each token, without a critic that of its completion, fp32 [tokens].
         sum_of_sequence: Maps values [tokens] to their sum over the sequence of each token [tokens],
             over all context-parallel ranks, with gradients.
         old_log_probs: Log-probabilities at generation; None takes those of now.
@@ -76,7 +76,8 @@ def policy_losses(
         kl = kl_estimates(log_probs, tokens.reference_log_probs, settings.kl_estimator)
         if settings.use_bias_correction_kl:
             kl = kl * ratios
-        losses = losses + settings.beta * kl
+        if not settings.has_kl_in_reward:
+            losses = losses + settings.beta * kl
         kl = kl.detach()
     return PolicyLosses(losses, kl, clipped_low, clipped_high)
 
@@ -182,6 +183,26 @@ def correction_ratios(
     is_low = ratios < (-math.inf if lowest is None else lowest)
     is_high = ratios > (math.inf if highest is None else highest)
     return ratios.masked_fill(is_low | is_high, 0.0)
+
+
+def value_losses(
+    values: Tensor, old_values: Tensor, returns: Tensor, clip_range: float
+) -> tuple[Tensor, Tensor]:
+    """The loss of a critic at each token, and whether it was clipped, as a number; all are [tokens].
+
+    See https://arxiv.org/abs/1707.06347 and the clipping of values in OpenAI's implementation.
+
+    Args:
+        values: Predictions, with gradients.
+        old_values: Predictions before the first step on these completions.
+        returns: What the critic learns to predict.
+        clip_range: How far predictions move from the old ones.
+    """
+    clipped = torch.clamp(values, old_values - clip_range, old_values + clip_range)
+    errors = (values - returns).square()
+    errors_of_clipped = (clipped - returns).square()
+    is_clipped = (errors_of_clipped > errors).float()
+    return torch.max(errors, errors_of_clipped) / 2, is_clipped
 
 
 def token_weights(

@@ -47,14 +47,19 @@ class Rollout:
 
     prompt_tokens: list[int]
     tokens: list[int]  # including the token that ends it
-    advantage: float
-    is_trained: bool  # False for truncated completions that are left out of the loss
+    advantage: float  # of the completion; 0 with a critic
+    is_trained: bool  # False for completions that are left out of the loss
     # as the engine returned them, of the distribution without truncation and temperature
     sampler_log_probs: Tensor
     old_log_probs: Tensor | None = None  # by the training pass, before the first step
     reference_log_probs: Tensor | None = None
     # experts that the engine chose, integers [tokens of prompt and completion - 1, layers with experts, topk]
     experts: Tensor | None = None
+    reward: float = math.nan
+    # with a critic, fp32 [tokens of the completion]; of tokens outside of the loss they mean nothing
+    token_advantages: Tensor | None = None
+    values: Tensor | None = None  # what the critic predicted before the first step
+    returns: Tensor | None = None  # what it learns
     # False for tokens of the results of tools, which are not in the loss; None if the model wrote all tokens
     is_written: Tensor | None = None
 
@@ -170,9 +175,10 @@ def generate_rollouts(
     )
     if turns is not None:
         generation.metrics |= _tool_metrics(groups)
-    generation.metrics["groups without signal"] = empty_groups / drawn_groups
+    if settings.active_critic is None:
+        generation.metrics["groups without signal"] = empty_groups / drawn_groups
     generation.metrics["rollout tokens/s"] = generated_tokens / seconds
-    generation.shown = _shown(groups, table, scores, names, settings.log_completions)
+    generation.shown = _shown(groups, table, scores, names, settings)
     return generation
 
 
@@ -329,14 +335,20 @@ def _read_answers(
 def _make_rollouts(groups: list[_Group], scores: Scores, settings: GRPOConfig) -> list[Rollout]:
     episodes = [episode for group in groups for episode in group.episodes]
     rollouts: list[Rollout] = []
-    for episode, advantage in zip(episodes, scores.advantages.tolist(), strict=True):
+    for episode, advantage, reward in zip(
+        episodes, scores.advantages.tolist(), scores.rewards.tolist(), strict=True
+    ):
         has_results = not all(episode.is_written)
+        is_left_out = episode.is_truncated and settings.mask_truncated_completions
+        # without a reward there is no return that a critic could learn
+        lacks_reward = settings.active_critic is not None and math.isnan(reward)
         rollouts.append(
             Rollout(
                 prompt_tokens=episode.prompt.tokens,
                 tokens=episode.tokens,
                 advantage=advantage,
-                is_trained=not (episode.is_truncated and settings.mask_truncated_completions),
+                is_trained=not (is_left_out or lacks_reward),
+                reward=reward,
                 sampler_log_probs=torch.tensor(
                     episode.log_probs, dtype=torch.float32, device="cpu"
                 ),
@@ -373,11 +385,16 @@ def _tool_metrics(groups: list[_Group]) -> dict[str, float]:
 
 
 def _shown(
-    groups: list[_Group], table: Tensor, scores: Scores, names: list[str], count: int
+    groups: list[_Group],
+    table: Tensor,
+    scores: Scores,
+    names: list[str],
+    settings: GRPOConfig,
 ) -> list[dict[str, Any]]:
-    """The first completion of each of the first groups."""
+    """The first completion of each of the first groups; with a critic, completions have no advantage."""
+    has_advantage = settings.active_critic is None
     shown: list[dict[str, Any]] = []
-    for index, group in enumerate(groups[:count]):
+    for index, group in enumerate(groups[: settings.log_completions]):
         first_of_group = index * len(group.episodes)
         rewards = dict(zip(names, table[first_of_group].tolist(), strict=True))
         shown.append(
@@ -387,7 +404,7 @@ def _shown(
                 "rewards": {
                     name: None if math.isnan(value) else value for name, value in rewards.items()
                 },
-                "advantage": scores.advantages[first_of_group].item(),
+                "advantage": scores.advantages[first_of_group].item() if has_advantage else None,
             }
         )
     return shown

@@ -95,7 +95,7 @@ def _row(line: Mapping[str, Any]) -> str:
         f"<pre>{html.escape(_text_of(line['prompt']))}</pre>",
         f"<pre>{html.escape(line['completion'])}</pre>",
         html.escape(_rewards_of(line)),
-        f"{line['advantage']:.3f}",
+        "" if line["advantage"] is None else f"{line['advantage']:.3f}",
     ]
     return "<tr>" + "".join(f"<td>{cell}</td>" for cell in cells) + "</tr>"
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Log-probabilities of completions before a step, by the same pass as in training, of the model or of a reference."""
+"""What models say of the tokens of completions before a step: log-probabilities, and the values of a critic."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any, cast
 
@@ -20,6 +20,10 @@ from megatron.bridge.training.reinforcement.step import run_chunk
 from megatron.bridge.training.state import BatchIterator, LossFunction, Run
 from megatron.bridge.training.step.losses import LossReport
 from megatron.bridge.utils import distributed
+
+RunMicrobatch = Callable[[dict[str, Any], MegatronModule], tuple[dict[str, Any], Tensor]]
+"""Runs a chunk on a microbatch of the host: the batch on the device, and on the last stage a number of each token
+[tokens of this context-parallel rank]."""
 
 
 def score_completions(
@@ -45,31 +49,63 @@ def score_completions(
     """
     settings = run.config.grpo
     assert settings is not None, "grpo is not set"
+    temperature = settings.temperature
+
+    def run_microbatch(
+        batch: dict[str, Any], model: MegatronModule
+    ) -> tuple[dict[str, Any], Tensor]:
+        on_device, output = run_chunk(batch, model, temperature, replay)
+        is_last = unwrap(model).post_process
+        return on_device, output[0] if is_last else output
+
+    chunks = run.model if reference is None else list(reference)
+    with ExitStack() as contexts:
+        if replay is not None:
+            contexts.enter_context(replay)
+        for chunk in chunks if without_adapters else []:
+            contexts.enter_context(_disabled_adapters(run, chunk))
+        return score_tokens_of_step(run, chunks, batches, tokens, run_microbatch)
+
+
+def score_tokens_of_step(
+    run: Run,
+    chunks: list[MegatronModule],
+    batches: Sequence[dict[str, Any]],
+    tokens: int,
+    run_microbatch: RunMicrobatch,
+) -> Tensor:
+    """A number of each token of the completions of a step, without gradients, equal on all ranks.
+
+    Args:
+        run: The run whose schedule is used, and whose weights are gathered.
+        chunks: The chunks of this rank.
+        batches: The microbatches of this rank.
+        tokens: Tokens of all completions of the step.
+        run_microbatch: Computes the numbers of a microbatch.
+
+    Returns:
+        fp32 [tokens] on the host, 0 for tokens outside of the loss.
+    """
     scores = torch.zeros(tokens, device=torch.cuda.current_device())
 
     def score_step(
         data_iterator: BatchIterator, model: MegatronModule
     ) -> tuple[Tensor, LossFunction]:
-        batch, output = run_chunk(next(data_iterator), model, settings.temperature, replay)
+        batch, output = run_microbatch(next(data_iterator), model)
 
         def keep(scored: Tensor) -> tuple[Tensor, Tensor, LossReport]:
             places = batch["places"].flatten()
             is_scored = places >= 0
-            scores[places[is_scored]] = scored[0, is_scored]
+            scores[places[is_scored]] = scored[is_scored]
             count = torch.ones((), dtype=torch.int, device=scored.device)
             return scored.new_zeros(()), count, {}
 
         return output, keep
 
-    chunks = run.model if reference is None else list(reference)
     with ExitStack() as contexts:
         contexts.enter_context(torch.no_grad())
         contexts.enter_context(gathered_params(run.model))
         contexts.enter_context(evaluation_mode(chunks))
-        if replay is not None:
-            contexts.enter_context(replay)
-        for chunk in chunks if without_adapters else []:
-            contexts.enter_context(_disabled_adapters(run, chunk))
         run.schedule(
             forward_step_func=score_step,
             data_iterator=[iter(batches) for _ in chunks],

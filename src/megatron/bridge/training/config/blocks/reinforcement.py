@@ -15,7 +15,7 @@ from megatron.bridge.utils.config.ranges import (
 PolicyLossType = Literal["grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "luspo", "vespo"]
 SamplingLevel = Literal["token", "sequence"]
 RewardScale = Literal["group", "batch", "none"]
-AdvantageEstimator = Literal["group", "rloo"]
+AdvantageEstimator = Literal["group", "rloo", "gae"]
 KLEstimator = Literal["k1", "k2", "k3"]
 CorrectionMode = Literal["token_truncate", "token_mask", "sequence_truncate", "sequence_mask"]
 
@@ -64,6 +64,37 @@ class JudgeConfig:
 
 
 @dataclass(kw_only=True)
+class CriticConfig:
+    """A second model that predicts the reward of a completion at each of its tokens (PPO).
+
+    It is a sequence classifier with one output for each token, has the parallel sizes of the run,
+    and is trained in every step. With its values ``V``, the rewards ``r`` of tokens, of which only
+    the last token of a completion has the reward of the completion, and
+    ``d_t = r_t + gamma V_{t+1} - V_t``, the advantage of a token is ``A_t = d_t + gamma lam A_{t+1}``
+    (https://arxiv.org/abs/1506.02438), and the return that the critic learns is ``A_t + V_t``.
+    Advantages are then scaled to mean 0 and variance 1 over the tokens of a generation.
+    """
+
+    model: str | None = None
+    """Hugging Face directory or hub id, or a Megatron checkpoint: a language model, which gets a new
+    head, or a reward model. None starts from ``checkpoint.pretrained_checkpoint``."""
+    trust_remote_code: bool = False
+    """Run the model's own Python code to read its config."""
+    lr: Annotated[float | None, ABOVE_ZERO] = None
+    """Highest learning rate of the critic, with the schedule of the run. None is ``optimizer.lr``."""
+    gamma: Annotated[float, FRACTION] = 1.0
+    """How much a reward counts one token earlier."""
+    lam: Annotated[float, FRACTION] = 0.95
+    """0 trusts the values of the critic, 1 the rewards alone."""
+    cliprange_value: Annotated[float, ABOVE_ZERO] = 0.2
+    """Predictions further than this from those before the step have no gradient where that lowers
+    the loss."""
+    kl_in_reward: bool = False
+    """Subtract ``grpo.beta`` times the KL estimate from the reward of each token, instead of adding it
+    to the loss."""
+
+
+@dataclass(kw_only=True)
 class GRPOConfig:
     """Group relative policy optimization: the model learns from rewards of its own completions.
 
@@ -85,8 +116,8 @@ class GRPOConfig:
     completion. Names and defaults are those of TRL 1.16 wherever TRL has them.
     """
 
-    num_generations: Annotated[int, Range(least=2, most=128)] = 8
-    """Completions of each prompt."""
+    num_generations: Annotated[int, Range(least=1, most=128)] = 8
+    """Completions of each prompt; 1 needs a critic."""
     num_generations_eval: Annotated[int | None, Range(least=1, most=128)] = None
     """Completions of each held-out prompt in an evaluation. None is ``num_generations``."""
     max_completion_length: Annotated[int, AT_LEAST_ONE] = 512
@@ -121,8 +152,10 @@ class GRPOConfig:
     """How often a completion may call tools and go on. None is as often as
     ``max_completion_length`` allows, which counts the results of tools, too."""
     advantage_estimator: AdvantageEstimator = "group"
-    """What a reward is compared with: the mean of its ``group``, or with ``rloo`` the mean of the
-    others in the group."""
+    """What a reward is compared with: the mean of its ``group``, with ``rloo`` the mean of the
+    others in the group, or with ``gae`` what a critic predicts at each token (PPO)."""
+    critic: CriticConfig | None = None
+    """The critic of ``advantage_estimator=gae``. None uses the defaults of ``CriticConfig``."""
     scale_rewards: RewardScale = "group"
     """Divide advantages by the standard deviation of the rewards of a ``group``, of all completions
     of a generation (``batch``), or by nothing (``none``). For ``advantage_estimator=group``."""
@@ -212,7 +245,20 @@ class GRPOConfig:
     def needs_old_log_probs(self) -> bool:
         """Whether a step trains on completions of earlier weights, or corrects for another engine."""
         is_reused = self.num_iterations * self.steps_per_generation > 1
-        return is_reused or self.importance_sampling_correction
+        return is_reused or self.importance_sampling_correction or self.has_kl_in_reward
+
+    @property
+    def active_critic(self) -> CriticConfig | None:
+        """The settings of the critic; None for estimators without one."""
+        if self.advantage_estimator != "gae":
+            return None
+        return self.critic or CriticConfig()
+
+    @property
+    def has_kl_in_reward(self) -> bool:
+        """Whether the KL divergence lowers rewards instead of being part of the loss."""
+        critic = self.active_critic
+        return critic is not None and critic.kl_in_reward and self.beta > 0
 
     @property
     def knows_sampler_log_probs(self) -> bool:

@@ -102,6 +102,7 @@ _FOLDERS = ("save", "load", "pretrained_checkpoint")
 _READ = (
     *("tokenizer.tokenizer_model", "dataset.dataset_root", "dataset.dataset_name", "dataset.blend"),
     *("dataset.blend_per_split", "dpo.reference", "grpo.reference"),
+    "grpo.critic.model",
 )
 
 

@@ -170,6 +170,7 @@ FEATURES = [
         ],
     ),
     Feature(Equals("grpo.advantage_estimator", "group"), settings=["grpo.scale_rewards"]),
+    Feature(Equals("grpo.advantage_estimator", "gae"), settings=["grpo.critic"]),
     Feature(On("grpo.dynamic_sampling"), settings=["grpo.dynamic_sampling_rounds"]),
     Feature(On("validation.eval_iters"), settings=["grpo.num_generations_eval"]),
     Feature(

@@ -198,6 +198,20 @@ REQUIREMENTS = [
         needs=[Exceeds("grpo.epsilon_high", 0)],
         remedy="set the largest ratio, such as 5.0",
     ),
+    Requirement(
+        AnyOf(*(Equals("grpo.advantage_estimator", name) for name in ("group", "rloo"))),
+        needs=[Exceeds("grpo.num_generations", 1)],
+        remedy="a completion is compared with others of its prompt, or set grpo.advantage_estimator=gae",
+    ),
+    Requirement(
+        Equals("grpo.advantage_estimator", "gae"),
+        needs=[
+            Equals("grpo.dynamic_sampling", False),
+            # it has no place for a critic
+            Equals("checkpoint.non_persistent_ckpt_type", None),
+        ],
+        remedy="set that, or use another advantage_estimator",
+    ),
     # the engine returns log-probabilities of the distribution without temperature
     Requirement(
         On("grpo.importance_sampling_correction"),
