@@ -22,10 +22,12 @@ PART = table_of("recipes.md", "recipes")
 def gigabytes(recipe: "Recipe") -> int:
     """GB that the fullest GPU uses, counted on the model that the recipe builds, rounded up."""
     from megatron.bridge.autotune.memory import fullest_stage, memory_per_rank
-    from megatron.bridge.recipes.teachers import teacher_of
+    from megatron.bridge.recipes.teachers import critic_of, teacher_of
 
     config = recipe().resolve(recipe.gpus).config
-    memory = memory_per_rank(config, recipe.gpus, teacher_of(config, recipe.gpus))
+    memory = memory_per_rank(
+        config, recipe.gpus, teacher_of(config, recipe.gpus), critic_of(config, recipe.gpus)
+    )
     return math.ceil(fullest_stage(memory).total / 1e9)
 
 

@@ -10,7 +10,7 @@ from megatron.bridge.autotune.gpus import gpu
 from megatron.bridge.autotune.memory import fullest_stage, memory_per_rank
 from megatron.bridge.autotune.reserve import reserve_of
 from megatron.bridge.recipes.catalog import catalog, find
-from megatron.bridge.recipes.teachers import teacher_of
+from megatron.bridge.recipes.teachers import critic_of, teacher_of
 from megatron.bridge.training.config.resolve.data import has_tower
 from megatron.bridge.utils.errors import UserError
 from tests.toy_run import save_llama
@@ -49,6 +49,22 @@ def taught(**options):
     teacher = teacher_of(config, world_size)
     assert teacher.num_layers == 30
     return memory_per_rank(config, world_size, teacher), memory_per_rank(config, world_size)
+
+
+def test_a_critic_is_counted():
+    """Its weights, gradients and optimizer are those of the policy but for the output layer, which is one number."""
+    config = find("qwen3_600m_grpo_config")()
+    config.grpo.advantage_estimator = "gae"
+    config = config.resolve(world_size=1).config
+    (rank,) = memory_per_rank(config, 1, None, critic_of(config, 1))
+    (alone,) = memory_per_rank(config, 1)
+    assert replace(rank, critic=0) == alone
+    assert rank.total == alone.total + rank.critic
+    head = config.model.hidden_size
+    bytes_of_weight = 2 + 4 + 12
+    assert rank.critic == alone.states + head * bytes_of_weight
+    config.grpo.advantage_estimator = "group"
+    assert critic_of(config, 1) is None
 
 
 TEACHERS_WEIGHTS = 134_515_008 * 2  # published parameters, in bf16

@@ -38,6 +38,7 @@ from megatron.bridge.training.config import (
     ValidationConfig,
     rules,
 )
+from megatron.bridge.training.config.blocks.reinforcement import CriticConfig
 from megatron.bridge.training.config.ranges import all_ranges
 from megatron.bridge.training.config.resolve import resolve
 from megatron.bridge.training.config.resolve.findings import Hardware
@@ -890,8 +891,23 @@ RELATED = [
             "grpo.loss_type=cispo needs grpo.epsilon_high > 0",
             "grpo.epsilon=0.1 has no effect",
             "grpo.top_p=0.0: must be above 0 and at most 1",
-            "grpo.num_generations=1: must be at least 2",
+            "needs grpo.num_generations > 1",
+            "set grpo.advantage_estimator=gae",
         ],
+    ),
+    (
+        {
+            "grpo": GRPOConfig(advantage_estimator="gae", dynamic_sampling=True, num_generations=1),
+            "checkpoint.non_persistent_ckpt_type": "local",
+        },
+        [
+            "grpo.advantage_estimator=gae needs grpo.dynamic_sampling=False",
+            "checkpoint.non_persistent_ckpt_type=None",
+        ],
+    ),
+    (
+        {"grpo": GRPOConfig(critic=CriticConfig(lam=0.9))},
+        ["grpo.critic", "has no effect without grpo.advantage_estimator=gae"],
     ),
     (
         {"grpo": GRPOConfig(importance_sampling_correction=True, temperature=0.7)},

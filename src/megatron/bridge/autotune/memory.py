@@ -44,6 +44,8 @@ class RankMemory:
     teacher: int = (
         0  # weights of a teacher, and what the teacher adds to the activations (an estimate)
     )
+    # weights, gradients and optimizer of a critic, and by how much its activations exceed those of the policy
+    critic: int = 0
     # weights of the full model, which a GPU holds before fully sharded data parallelism shards them
     unsharded: int = 0
 
@@ -55,21 +57,37 @@ class RankMemory:
     @property
     def total(self) -> int:
         """Bytes at the peak of a step, or of the setup if that needs more."""
-        return max(self.states + self.activations + self.teacher, self.unsharded)
+        return max(self.states + self.activations + self.teacher + self.critic, self.unsharded)
 
 
 def memory_per_rank(
-    config: ConfigContainer, world_size: int, teacher: ModelProvider | None = None
+    config: ConfigContainer,
+    world_size: int,
+    teacher: ModelProvider | None = None,
+    critic: ConfigContainer | None = None,
 ) -> list[RankMemory]:
-    """Return the memory of a rank of each pipeline stage; a ``teacher`` uses the model's layout.
+    """Return the memory of a rank of each pipeline stage.
 
-    ``config`` is validated for ``world_size``.
+    Args:
+        config: The config, validated for ``world_size``.
+        world_size: Processes of the run.
+        teacher: A second model in the layout of the model, which is not trained.
+        critic: The config of a second model in the same layout that is trained in turn.
     """
     # quantization keeps the weights in bf16, and Megatron-Core can build such layers only with Transformer Engine
     stages = meta_model.stage_chunks(without_quantization(config.model), config.peft)
     ranks = [
         _stage_memory(config, chunks, stage, world_size) for stage, chunks in enumerate(stages)
     ]
+    if critic is not None:
+        of_critic = memory_per_rank(critic, world_size)
+        ranks = [
+            replace(
+                rank,
+                critic=other.states + max(0, other.activations - rank.activations),
+            )
+            for rank, other in zip(ranks, of_critic, strict=True)
+        ]
     if teacher is None:
         return ranks
     teacher_stages = enumerate(meta_model.stage_chunks(teacher))

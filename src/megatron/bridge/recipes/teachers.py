@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Find the teacher of a distillation run, or the reference of a tuned model, without network or weights."""
+"""Find the teacher of a distillation run, and the reference and the critic of a tuned model, without their weights."""
 
 import copy
 from pathlib import Path
@@ -29,6 +29,24 @@ def teacher_of(config: ConfigContainer, world_size: int) -> GPTModelProvider | N
     if provider is None:
         return None
     return set_shared_settings(provider, named.model, config, world_size, named.key)
+
+
+def critic_of(config: ConfigContainer, world_size: int) -> ConfigContainer | None:
+    """Return the config of the critic of a validated ``config``, or None if there is none on this machine."""
+    from megatron.bridge.training.reinforcement.critic import critic_config, make_critic
+
+    settings = None if config.grpo is None else config.grpo.active_critic
+    if settings is None:
+        return None
+    provider: Any = copy.deepcopy(config.model)
+    name = "checkpoint.pretrained_checkpoint"
+    if settings.model is not None:
+        name = settings.model
+        provider = _declared_provider(name, settings.trust_remote_code)
+        if provider is None:
+            return None
+    critic = make_critic(provider, name, config, world_size)
+    return critic_config(config, settings, critic)
 
 
 class _NamedModel(NamedTuple):

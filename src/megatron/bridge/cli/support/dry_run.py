@@ -29,7 +29,7 @@ from megatron.bridge.cli.support import summary
 from megatron.bridge.cli.support.train_job import TrainJob
 from megatron.bridge.models.flops import local_flops_per_token
 from megatron.bridge.models.model_provider import ModelProvider
-from megatron.bridge.recipes.teachers import teacher_of
+from megatron.bridge.recipes.teachers import critic_of, teacher_of
 from megatron.bridge.training.checkpointing.save_load import export_problem
 from megatron.bridge.training.config import ConfigContainer
 from megatron.bridge.training.config.batch_size import BatchSize
@@ -70,7 +70,8 @@ def report(job: TrainJob, asked: int | None) -> Report:
         lines.append(f"(for {world_size} processes; set another number with --world-size N)")
     lines += ["", *summary.rank_table(config, world_size), ""]
     teacher = teacher_of(config, world_size)
-    memory = memory_per_rank(config, world_size, teacher)
+    critic = critic_of(config, world_size)
+    memory = memory_per_rank(config, world_size, teacher, critic)
     lines += [*_memory(config, memory), *_verdict(config, world_size, memory, job.gpu_kind)]
     lines += ["", *_compute(config, world_size, job.gpu_kind, teacher), ""]
     notes = [
@@ -78,7 +79,7 @@ def report(job: TrainJob, asked: int | None) -> Report:
         *summary.warnings(config),
         *elsewhere(config),
         *notes_on_weights(config),
-        *_caveats(config, teacher),
+        *_caveats(config, teacher, critic),
     ]
     problems = [*input_problems(resolved), *_save_problems(config, notes)]
     lines += [
@@ -245,7 +246,11 @@ def _model_with_adapters(config: "ConfigContainer") -> Any:
     return model
 
 
-def _caveats(config: "ConfigContainer", teacher: "ModelProvider | None") -> Iterator[str]:
+def _caveats(
+    config: "ConfigContainer",
+    teacher: "ModelProvider | None",
+    critic: "ConfigContainer | None",
+) -> Iterator[str]:
     if ignored := ", ".join(unpriced(config)):
         yield f"time and memory are predicted without {ignored}"
     if config.distill is not None and config.distill.cache is None and teacher is None:
@@ -261,4 +266,11 @@ def _caveats(config: "ConfigContainer", teacher: "ModelProvider | None") -> Iter
             f"{config.grpo.kv_memory / 1e9:.1f} GB on each rank (grpo.kv_memory), and there are no activations of "
             "training"
         )
+        if config.grpo.active_critic is not None:
+            yield "the predicted time leaves out the critic"
+            if critic is None:
+                yield (
+                    f"grpo.critic.model={config.grpo.active_critic.model} is not on this machine: the memory is "
+                    "that of the policy, without the critic's"
+                )
     yield from config.model.prediction_notes()

@@ -119,7 +119,9 @@ def _and(names: list[str]) -> str:
 
 def memory_table(memory: list[RankMemory], layers: list[str]) -> Iterator[str]:
     """Memory of one rank of each stage, in GB (10^9 bytes), with the ``layers`` of each stage as text."""
-    teacher_column = ("teacher",) if any(rank.teacher for rank in memory) else ()
+    second_models = [
+        name for name in ("teacher", "critic") if any(getattr(rank, name) for rank in memory)
+    ]
     head = (
         "",
         "parameters",
@@ -127,7 +129,7 @@ def memory_table(memory: list[RankMemory], layers: list[str]) -> Iterator[str]:
         "gradients",
         "optimizer",
         "activations",
-        *teacher_column,
+        *second_models,
         "total GB",
         "layers",
     )
@@ -137,13 +139,12 @@ def memory_table(memory: list[RankMemory], layers: list[str]) -> Iterator[str]:
             rows.append(("...", *[""] * (len(head) - 1)))
             continue
         rank = memory[stage]
-        teacher = (rank.teacher,) if teacher_column else ()
         sizes = (
             rank.weights,
             rank.gradients,
             rank.optimizer,
             rank.activations,
-            *teacher,
+            *(getattr(rank, name) for name in second_models),
             rank.total,
         )
         rows.append(

@@ -157,7 +157,5 @@ def _unfit_for_the_layout(
     if problems:
         remedy = "choose sizes for both"
         if key == "distill.teacher":
-            remedy += (
-                ", or cache its logits with other sizes, with --mode cache-teacher and distill.cache"
-            )
+            remedy += ", or cache its logits with other sizes, with --mode cache-teacher and distill.cache"
         yield f"it does not support the parallel sizes of the run ({'; '.join(problems)}): {remedy}"

@@ -23,7 +23,10 @@ from megatron.bridge.training.checkpointing import save_load
 from megatron.bridge.training.config import ConfigContainer
 from megatron.bridge.training.config.blocks.reinforcement import CriticConfig, GRPOConfig
 from megatron.bridge.training.distillation.step import model_inputs
-from megatron.bridge.training.distillation.teacher import set_shared_settings, share_message_settings
+from megatron.bridge.training.distillation.teacher import (
+    set_shared_settings,
+    share_message_settings,
+)
 from megatron.bridge.training.gpt_step import cut_sequences, on_device
 from megatron.bridge.training.loop import train_step
 from megatron.bridge.training.optim.optimizer import build_optimizer
@@ -166,14 +169,27 @@ def _run_chunk(host_batch: dict[str, Any], model: MegatronModule) -> tuple[dict[
 def critic_provider(
     config: ConfigContainer, settings: CriticConfig, world_size: int
 ) -> GPTModelProvider:
-    """The model of the critic with the parallel sizes of ``config.model``.
+    """The model of the critic with the parallel sizes of ``config.model``; building it loads the weights."""
+    name = settings.model or config.checkpoint.pretrained_checkpoint
+    assert name is not None, "reinforcement learning starts from a model"
+    provider = provider_of(name, settings.trust_remote_code)
+    return make_critic(provider, name, config, world_size)
+
+
+def make_critic(
+    provider: Any, name: str, config: ConfigContainer, world_size: int
+) -> GPTModelProvider:
+    """Give ``provider`` a head with one output, if it has none, and the settings that it shares with the policy.
+
+    Args:
+        provider: The model called ``name``.
+        name: Its name in messages.
+        config: The resolved config of the policy.
+        world_size: Processes of the run.
 
     Raises:
         UserError: It is no language model or classifier with one output, or does not fit the layout.
     """
-    name = settings.model or config.checkpoint.pretrained_checkpoint
-    assert name is not None, "reinforcement learning starts from a model"
-    provider: Any = provider_of(name, settings.trust_remote_code)
     if provider.head is None:
         provider.head = "sequence_classification"
         provider.num_labels = 1
