@@ -77,15 +77,39 @@ def check_export(chunks: Sequence[nn.Module], weights: str | Path | None = None)
         chunks: this rank's chunks, with values or on the meta device.
         weights: the weights that the model starts from, in either format; an export imitates those of Hugging Face.
     """
-    provider = stored_provider.provider_of(chunks)
-    source: Any = provider.hf_config
+    bridge = _declared_bridge(chunks, weights)
+    if bridge is not None:
+        bridge.check_export(chunks)
+    elif not describe.architectures_of(stored_provider.provider_of(chunks)):
+        raise UserError("no Hugging Face architecture computes what this model does")
+
+
+def export_bridge(chunks: Sequence[nn.Module], weights: str | Path | None = None) -> AutoBridge:
+    """Return a bridge that exports a model in training.
+
+    Args:
+        chunks: this rank's chunks.
+        weights: the weights that the model starts from, in either format; an export imitates those of Hugging Face.
+
+    Raises:
+        UserError: the model was not built from a Hugging Face config.
+    """
+    bridge = _declared_bridge(chunks, weights)
+    if bridge is None:
+        raise UserError(
+            "the model was not built from a Hugging Face config, so its weights cannot be written for other engines: "
+            "start from a Hugging Face model"
+        )
+    return bridge
+
+
+def _declared_bridge(chunks: Sequence[nn.Module], weights: str | Path | None) -> AutoBridge | None:
+    """The bridge of the model that ``chunks`` were built from; None without a Hugging Face config."""
+    source: Any = stored_provider.provider_of(chunks).hf_config
     folder = None if weights is None else hub.on_this_machine(weights)
     if folder is not None and is_hf_model(folder):
         source = PreTrainedCausalLM(folder)
-    if source is not None:
-        AutoBridge(source).check_export(chunks)
-    elif not describe.architectures_of(provider):
-        raise UserError("no Hugging Face architecture computes what this model does")
+    return None if source is None else AutoBridge(source)
 
 
 def declared_provider(folder: Path) -> Any:

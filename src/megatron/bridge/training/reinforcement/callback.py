@@ -39,6 +39,7 @@ from megatron.bridge.training.reinforcement.rollouts import (
 )
 from megatron.bridge.training.reinforcement.samples import CompletionSamples
 from megatron.bridge.training.reinforcement.scoring import score_completions
+from megatron.bridge.training.reinforcement.server_engine import RolloutServer
 from megatron.bridge.training.reinforcement.step import PolicyStep
 from megatron.bridge.training.reinforcement.tools import Toolbox
 from megatron.bridge.training.state import Run
@@ -76,6 +77,7 @@ class Rollouts(Callback):
         self._rewards = rewards
         self._toolbox = toolbox
         self._forward_step = forward_step
+        self._server = None if settings.server is None else RolloutServer(settings.server)
         self._step_contexts = ExitStack()  # around the passes of a step
         self.reference: list[MegatronModule] | None = None
         """The chunks of a second model; None where there is none."""
@@ -205,6 +207,13 @@ class Rollouts(Callback):
         mean, highest = values
         generation.metrics["sampler mismatch"] = mean
         generation.metrics["sampler mismatch max"] = highest
+        server = self._settings.server
+        if server is not None and mean > server.max_mismatch:
+            raise UserError(
+                f"grpo.server.base_url={server.base_url}: its log-probabilities differ from those of training by "
+                f"{mean:.3g} on average, more than grpo.server.max_mismatch={server.max_mismatch:g}: it did not load "
+                "all weights, or computes another model"
+            )
         if self._settings.exact_rollout and highest > 0:
             raise UserError(
                 "grpo.exact_rollout=True, but log-probabilities of training and of the engine differ by up to "
@@ -230,7 +239,7 @@ class Rollouts(Callback):
         prompts = PromptStream(dataset, run.config.rng.seed)
         names = [reward.name for reward in self._rewards]
         metrics = evaluate_prompts(
-            run, self._settings, prompts, self._call_rewards, names, self._toolbox
+            run, self._settings, prompts, self._call_rewards, names, self._toolbox, self._server
         )
         device = torch.cuda.current_device()
         return {
@@ -245,7 +254,13 @@ class Rollouts(Callback):
         assert self._prompts is not None, "on_train_start comes first"
         names = [reward.name for reward in self._rewards]
         generation = generate_rollouts(
-            run, self._settings, self._prompts, self._call_rewards, names, self._toolbox
+            run,
+            self._settings,
+            self._prompts,
+            self._call_rewards,
+            names,
+            self._toolbox,
+            self._server,
         )
         random = np.random.default_rng((run.config.rng.seed, self._prompts.drawn))
         order = random.permutation(len(generation.rollouts)).tolist()

@@ -17,13 +17,11 @@ from megatron.bridge.data.finetuning.rows import EpochRows
 from megatron.bridge.data.prompts.prompts import Prompt, prompt_at
 from megatron.bridge.data.records.chat_template import template_text
 from megatron.bridge.inference.conversations.planning import ChatPlan
-from megatron.bridge.inference.engine import Engine, InferenceJob
 from megatron.bridge.inference.prompts import PromptReader
 from megatron.bridge.inference.requests import NOT_FINITE, Sampling
 from megatron.bridge.training.config.blocks.reinforcement import GRPOConfig
 from megatron.bridge.training.generation import (
     derive_seed,
-    open_engine,
     transformers_tokenizer,
 )
 from megatron.bridge.training.reinforcement.advantages import (
@@ -33,6 +31,12 @@ from megatron.bridge.training.reinforcement.advantages import (
 )
 from megatron.bridge.training.reinforcement.episodes import Episode, ToolTurns
 from megatron.bridge.training.reinforcement.rewards import ScoredCompletion
+from megatron.bridge.training.reinforcement.server_engine import (
+    RolloutEngine,
+    RolloutJob,
+    RolloutServer,
+    open_rollout_engine,
+)
 from megatron.bridge.training.reinforcement.tools import Toolbox
 from megatron.bridge.training.state import Run
 from megatron.bridge.utils.errors import UserError
@@ -124,6 +128,7 @@ def generate_rollouts(
     score: ScoreCompletions,
     names: list[str],
     toolbox: Toolbox,
+    server: RolloutServer | None,
 ) -> Generation:
     """Draw prompts, complete each ``num_generations`` times, and compare the rewards. Called on all ranks.
 
@@ -136,11 +141,12 @@ def generate_rollouts(
         score: Calls the reward functions.
         names: Names of the reward functions.
         toolbox: Functions that completions may call.
+        server: What generates; None for this package's engine.
     """
     count = run.config.train.global_batch_size * settings.steps_per_generation
     needed = count // settings.num_generations
     started = time.perf_counter()
-    with open_engine(run, settings) as engine:
+    with open_rollout_engine(run, settings, server) as engine:
         turns = tool_turns(run, settings, toolbox) if toolbox else None
         groups: list[_Group] = []
         tables: list[Tensor] = []
@@ -189,6 +195,7 @@ def evaluate_prompts(
     score: ScoreCompletions,
     names: list[str],
     toolbox: Toolbox,
+    server: RolloutServer | None,
 ) -> dict[str, float]:
     """Complete and score held-out prompts, the same ones with the same random numbers at every call.
 
@@ -199,6 +206,7 @@ def evaluate_prompts(
         score: Calls the reward functions.
         names: Names of the reward functions.
         toolbox: Functions that completions may call.
+        server: What generates; None for this package's engine.
 
     Returns:
         Means over all completions, by name.
@@ -206,7 +214,7 @@ def evaluate_prompts(
     count = settings.num_generations_eval or settings.num_generations
     completions = run.config.validation.eval_iters * run.config.train.global_batch_size
     needed = min(max(1, completions // count), prompts.count)
-    with open_engine(run, settings) as engine:
+    with open_rollout_engine(run, settings, server) as engine:
         turns = tool_turns(run, settings, toolbox) if toolbox else None
         drawn = [prompts.draw() for _ in range(needed)]
         groups = complete_prompts(run, engine, settings, drawn, count, turns)
@@ -228,7 +236,7 @@ def tool_turns(run: Run, settings: GRPOConfig, toolbox: Toolbox) -> ToolTurns:
 
 def complete_prompts(
     run: Run,
-    engine: Engine,
+    engine: RolloutEngine,
     settings: GRPOConfig,
     prompts: Sequence[tuple[Prompt, int]],
     count: int,
@@ -273,7 +281,7 @@ class _Answer:
     """An answer that the engine computes."""
 
     episode: Episode
-    job: InferenceJob
+    job: RolloutJob
     plan: ChatPlan | None  # how to read it; None without tools
 
 
@@ -296,15 +304,17 @@ def _sampling(
 
 
 def _submit(
-    engine: Engine, prompt: Prompt, tokens: list[int], sampling: Sampling
-) -> list[InferenceJob]:
+    engine: RolloutEngine, prompt: Prompt, tokens: list[int], sampling: Sampling
+) -> Sequence[RolloutJob]:
     try:
         return engine.submit(tokens, sampling)
     except UserError as error:
         raise UserError(f"{prompt.location}: {error}") from error
 
 
-def _ask_again(engine: Engine, settings: GRPOConfig, episode: Episode, turns: ToolTurns) -> _Answer:
+def _ask_again(
+    engine: RolloutEngine, settings: GRPOConfig, episode: Episode, turns: ToolTurns
+) -> _Answer:
     """Let the model answer the results of its calls."""
     tokens = [*episode.prompt.tokens, *episode.tokens]
     plan = turns.plan(tokens)
@@ -315,7 +325,7 @@ def _ask_again(engine: Engine, settings: GRPOConfig, episode: Episode, turns: To
 
 
 def _read_answers(
-    run: Run, engine: Engine, waiting: Sequence[_Answer], turns: ToolTurns | None
+    run: Run, engine: RolloutEngine, waiting: Sequence[_Answer], turns: ToolTurns | None
 ) -> None:
     """Compute the answers that wait, and add them to their episodes."""
     for _ in engine.run():

@@ -64,6 +64,35 @@ class JudgeConfig:
 
 
 @dataclass(kw_only=True)
+class RolloutServerConfig:
+    """A server of vLLM or SGLang that writes the completions.
+
+    Before each generation the run writes its weights, with merged adapters, to ``weights_dir``, and
+    the server reads them there.
+    """
+
+    base_url: str | None = None
+    """Address of the server, such as ``http://localhost:8000``."""
+    engine: Literal["vllm", "sglang"] = "vllm"
+    """What the server is. vLLM must have been started with ``VLLM_SERVER_DEV_MODE=1``, so that it
+    takes requests for new weights."""
+    weights_dir: str | None = None
+    """Folder that the run and the server see under this path, best in memory, such as
+    ``/dev/shm/weights``."""
+    model: str | None = None
+    """Name of the model on the server; None takes its first one."""
+    max_mismatch: Annotated[float, ABOVE_ZERO] = 0.2
+    """Mean absolute difference between the log-probabilities of the server and of training at which
+    the run stops, because the server has other weights."""
+    concurrency: Annotated[int, AT_LEAST_ONE] = 64
+    """Prompts that wait for their completions at the same time."""
+    timeout_seconds: Annotated[float, ABOVE_ZERO] = 1800.0
+    """Seconds to wait for a reply."""
+    api_key_variable: str = "OPENAI_API_KEY"
+    """Environment variable with the key of the server, if it needs one."""
+
+
+@dataclass(kw_only=True)
 class CriticConfig:
     """A second model that predicts the reward of a completion at each of its tokens (PPO).
 
@@ -212,7 +241,8 @@ class GRPOConfig:
 
     importance_sampling_correction: bool = False
     """Weight losses by the ratio of the probabilities in training and in generation, for rollouts of
-    an engine that computes other numbers. This package's engine has the weights of the run."""
+    an engine that computes other numbers, such as a ``server``. This package's engine has the weights
+    of the run."""
     importance_sampling_mode: CorrectionMode = "sequence_mask"
     """Whether that ratio is of a token or of a completion, and whether ratios beyond the limits are
     set to the limit (``truncate``) or to 0 (``mask``)."""
@@ -229,6 +259,8 @@ class GRPOConfig:
     """For models with experts: choose the experts of each token that the engine chose when it
     generated (https://arxiv.org/abs/2510.11370). The reference chooses its own."""
 
+    server: RolloutServerConfig | None = None
+    """A server that writes the completions. None generates in the processes of the run."""
     kv_memory: Annotated[int, ABOVE_ZERO] = 4 << 30
     """Bytes for the caches of generation on each rank. They exist only while it generates."""
     max_requests: Annotated[int, AT_LEAST_ONE] = 128

@@ -199,6 +199,14 @@ REQUIREMENTS = [
         remedy="set the largest ratio, such as 5.0",
     ),
     Requirement(
+        On("grpo.server"),
+        needs=[
+            Equals("grpo.exact_rollout", False),
+            Equals("grpo.router_replay", False),
+        ],
+        remedy="only this package's engine does that, or unset grpo.server",
+    ),
+    Requirement(
         AnyOf(*(Equals("grpo.advantage_estimator", name) for name in ("group", "rloo"))),
         needs=[Exceeds("grpo.num_generations", 1)],
         remedy="a completion is compared with others of its prompt, or set grpo.advantage_estimator=gae",
