@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reinforcement learning with GRPO: a small random model learns to add digits from a reward alone.
+"""Reinforcement learning with GRPO or PPO: a small random model learns to add digits from a reward alone.
 
-python tutorials/rl/grpo.py                                                 # minutes on two cores
+python tutorials/rl/grpo.py                                                 # three minutes on two cores
+python tutorials/rl/grpo.py --critic                                        # PPO: a second model predicts rewards
 torchrun --nproc-per-node=2 tutorials/rl/grpo.py tensor_model_parallel_size=2   # the same on two processes
 """
 
@@ -14,6 +15,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from megatron.bridge.recipes.llama import llama32_1b_grpo_config
+from megatron.bridge.training.config import CriticConfig
 from megatron.bridge.training.grpo import grpo
 from megatron.bridge.utils import distributed
 
@@ -68,7 +70,8 @@ def make_prompts(folder):
 def main():
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("sizes", nargs="*", help="options of the recipe, such as parallel sizes")
-    parser.add_argument("--steps", type=int, default=300)
+    parser.add_argument("--steps", type=int, default=360)
+    parser.add_argument("--critic", action="store_true", help="train a critic, too (PPO)")
     args = parser.parse_args()
     distributed.initialize()
     if distributed.rank() == 0:
@@ -91,6 +94,12 @@ def main():
     config.grpo.num_generations = 8
     config.grpo.max_completion_length = 2
     config.grpo.num_iterations = 2  # train twice on each generation
+    config.grpo.epsilon_high = 0.5  # unlikely right answers become likely sooner
+    if args.critic:
+        config.grpo.advantage_estimator = "gae"
+        config.grpo.num_generations = 1
+        config.grpo.num_iterations = 4
+        config.grpo.critic = CriticConfig(lr=3e-3)
     config.logger.log_interval = 10
     config.logger.log_dir = str(OUT / "log")
     grpo(config, reward_funcs=[right_sum, distance])

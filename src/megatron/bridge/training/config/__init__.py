@@ -14,7 +14,11 @@ from megatron.bridge.training.config.blocks.logger import LoggerConfig as Logger
 from megatron.bridge.training.config.blocks.logger import ProfilingConfig as ProfilingConfig
 from megatron.bridge.training.config.blocks.objectives import DistillConfig as DistillConfig
 from megatron.bridge.training.config.blocks.objectives import DPOConfig as DPOConfig
+from megatron.bridge.training.config.blocks.reinforcement import CriticConfig as CriticConfig
 from megatron.bridge.training.config.blocks.reinforcement import GRPOConfig as GRPOConfig
+from megatron.bridge.training.config.blocks.reinforcement import (
+    RolloutServerConfig as RolloutServerConfig,
+)
 from megatron.bridge.training.config.blocks.resiliency import (
     FaultToleranceConfig as FaultToleranceConfig,
 )
