@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron.bridge.models.features.activations import XIELUFeature
+from megatron.bridge.models.features.alibi import ALiBiFeature, ALiBiFields
 from megatron.bridge.models.features.biases import BiasFeature, BiasFields
 from megatron.bridge.models.features.experts_beside_mlp import (
     ExpertsBesideMLPFeature,
@@ -43,6 +44,7 @@ from megatron.bridge.models.features.sparse_attention import SparseAttentionFeat
 
 @dataclass
 class FeatureFields(
+    ALiBiFields,
     HeadFields,
     HeadPaddingFields,
     MambaBesideAttentionFields,
@@ -65,6 +67,7 @@ FEATURES: list[LayerFeature] = [
     SinkFeature(),
     KVSharingFeature(),
     QueryScalingFeature(),
+    ALiBiFeature(),
     BiasFeature(),
     RoutingFeature(),
     XIELUFeature(),
