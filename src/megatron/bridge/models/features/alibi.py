@@ -19,7 +19,7 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from megatron.bridge.backends.attention.torch_attention import TorchAttention
+from megatron.bridge.backends.specs.layer_features import use_torch_attention
 from megatron.bridge.models.features.feature import LayerFeature, differing
 from megatron.bridge.models.features.multipliers import key_positions
 
@@ -62,9 +62,7 @@ class ALiBiFeature(LayerFeature):
         if not config.alibi:
             return spec
         layer: Any = spec.submodules
-        attention = layer.self_attention
-        parts = replace(attention.submodules, core_attention=TorchAttention)
-        attention = replace(attention, submodules=parts)
+        attention = use_torch_attention(layer.self_attention)
         return replace(spec, submodules=replace(layer, self_attention=attention))
 
     def change_model(self, model: nn.Module, config: Any) -> None:

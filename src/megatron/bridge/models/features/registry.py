@@ -6,6 +6,11 @@ from typing import Any
 
 from megatron.bridge.models.features.activations import XIELUFeature
 from megatron.bridge.models.features.alibi import ALiBiFeature, ALiBiFields
+from megatron.bridge.models.features.attention_scores import (
+    AttentionScoreFields,
+    QKVClipFeature,
+    ScoresByLayerFeature,
+)
 from megatron.bridge.models.features.biases import BiasFeature, BiasFields
 from megatron.bridge.models.features.experts_beside_mlp import (
     ExpertsBesideMLPFeature,
@@ -45,6 +50,7 @@ from megatron.bridge.models.features.sparse_attention import SparseAttentionFeat
 @dataclass
 class FeatureFields(
     ALiBiFields,
+    AttentionScoreFields,
     HeadFields,
     HeadPaddingFields,
     MambaBesideAttentionFields,
@@ -68,6 +74,8 @@ FEATURES: list[LayerFeature] = [
     KVSharingFeature(),
     QueryScalingFeature(),
     ALiBiFeature(),
+    QKVClipFeature(),
+    ScoresByLayerFeature(),
     BiasFeature(),
     RoutingFeature(),
     XIELUFeature(),
