@@ -68,7 +68,8 @@ class ALiBiFeature(LayerFeature):
     def change_model(self, model: nn.Module, config: Any) -> None:
         if not config.alibi:
             return
-        slopes = alibi_slopes(config.unpadded_heads[0])
+        device = next(model.parameters()).device
+        slopes = alibi_slopes(config.unpadded_heads[0]).to(device)
         slopes = F.pad(slopes, (0, config.num_attention_heads - len(slopes)))
         for module in model.modules():
             if isinstance(module, SelfAttention):
@@ -93,7 +94,8 @@ def _add_biases(attention: SelfAttention, slopes: Tensor) -> None:
     """Add the features of the bias to queries and keys, before core attention."""
     core: Any = attention.core_attention
     context_group = attention.pg_collection.cp
-    heads = slopes.chunk(core.tp_group.size())[core.tp_group.rank()]
+    local_slopes = slopes.chunk(core.tp_group.size())[core.tp_group.rank()]
+    core.register_buffer("alibi_slopes", local_slopes, persistent=False)
     core.extra_key_width = BIAS_FEATURES
 
     def widen_queries_and_keys(
@@ -103,7 +105,7 @@ def _add_biases(attention: SelfAttention, slopes: Tensor) -> None:
         packed = kwargs.get("packed_seq_params")
         positions = key_positions(module, key, packed, context_group)
         # in this precision and order, as the models were trained
-        biases = positions[:, None] * heads.to(key.device, torch.bfloat16)
+        biases = positions[:, None] * module.alibi_slopes.bfloat16()
         biases = biases.to(key.dtype)
         if key.ndim == 4:
             biases = biases[:, None].expand(key.shape[:-1])

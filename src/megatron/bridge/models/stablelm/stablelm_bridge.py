@@ -1,39 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
 """StableLM 3B, 2-1.6B and 2-12B: LayerNorms, a quarter of each head rotated."""
 
-from typing import Any
-
-from megatron.bridge.models.conversion.mappings.head_gains import HeadGainsMapping
 from megatron.bridge.models.families import (
     DENSE,
     LAYER_NORM_LIKE,
     NORM_EPS,
     PARTIAL_ROPE,
-    Block,
     DecoderBridge,
     Field,
     attention,
     ends,
+    head_norms,
     mlp,
     override,
     parallel_residual,
     register_bridge,
 )
-
-
-def _head_norms(config: Any) -> Block:
-    """Return the norms of queries and keys, which Hugging Face stores head by head."""
-    heads, groups = config.unpadded_heads
-    return tuple(
-        HeadGainsMapping(
-            f"decoder.layers.*.self_attention.{norm}.weight",
-            {
-                str(head): f"model.layers.*.self_attn.{norm}.norms.{head}.weight"
-                for head in range(count)
-            },
-        )
-        for norm, count in (("q_layernorm", heads), ("k_layernorm", groups))
-    )
 
 
 @register_bridge("StableLmForCausalLM", model_type="stablelm")
@@ -49,4 +31,4 @@ class StableLmBridge(DecoderBridge):
         "hidden_dropout": (0.0,),  # transformers would drop out of the feed-forward layers only
         "partial_rotary_factor": None,  # transformers copies it into rope_parameters
     }
-    weights = (ends(), attention(), _head_norms, mlp())
+    weights = (ends(), attention(), head_norms(), mlp())
