@@ -100,7 +100,7 @@ def head_norms(layers: str = "model.layers.*.self_attn") -> SizedBlock:
 
     def list_norms(config: Any) -> Block:
         heads, groups = config.unpadded_heads
-        mappings = []
+        mappings: list[MegatronParamMapping] = []
         for norm, count in (("q_layernorm", heads), ("k_layernorm", groups)):
             names = {str(head): f"{layers}.{norm}.norms.{head}.weight" for head in range(count)}
             megatron_name = f"decoder.layers.*.self_attention.{norm}.weight"
