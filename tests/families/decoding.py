@@ -51,7 +51,9 @@ def prompts(vocabulary):
 def references(case: Case) -> list[Reference]:
     path = case.checkpoint if case.values is None else case.directory / "plain"
     kind = harness.model_class(case.row.model)
-    model = kind.from_pretrained(path, dtype=torch.float32, attn_implementation="eager").eval()
+    model = kind.from_pretrained(
+        path, dtype=torch.float32, attn_implementation=case.row.attention
+    ).eval()
     cached = not case.name.startswith(UNCACHED)
     return [_reference(model, prompt, cached) for prompt in prompts(case.row.config["vocab_size"])]
 

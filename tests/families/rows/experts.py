@@ -183,7 +183,7 @@ ROWS = [
     Row(
         "olmoe_tied",
         "OlmoeForCausalLM",
-        {**OLMOE, "norm_topk_prob": True, "tie_word_embeddings": True},
+        {**OLMOE, "norm_topk_prob": True, "tie_word_embeddings": True, "clip_qkv": 0.7},
         ("pp2",),
     ),
 ]

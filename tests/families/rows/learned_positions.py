@@ -33,6 +33,14 @@ ROWS = [
         slow=("tp2", "pp2"),
         brief=True,
     ),
+    Row(
+        "gpt2_scores_by_layer",
+        "GPT2LMHeadModel",
+        {**GPT2, "scale_attn_by_inverse_layer_idx": True, "reorder_and_upcast_attn": True},
+        ("pp2",),
+        slow=("tp2", "vp2"),
+        brief=True,
+    ),
     Row("opt", "OPTForCausalLM", OPT, ("pp2",), slow=("tp2", "sp2", "vp2"), brief=True, seed=1),
     Row(
         "opt_no_biases",

@@ -47,6 +47,18 @@ ROWS = [
         },
     ),
     Row(
+        "olmo_clipped",
+        "OlmoForCausalLM",
+        {
+            **{key: value for key, value in LLAMA.items() if key != "rms_norm_eps"},
+            "attention_bias": True,
+            "clip_qkv": 0.5,
+        },
+        layouts=("tp2",),
+        slow=("sp2", "pp2"),
+        brief=True,
+    ),
+    Row(
         "olmo2",
         "Olmo2ForCausalLM",
         {**LLAMA, "num_key_value_heads": None},

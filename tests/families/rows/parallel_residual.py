@@ -92,6 +92,22 @@ ROWS = [
         brief=True,
     ),
     Row(
+        # slopes of a number of heads that is no power of two
+        "falcon_rw",
+        "FalconForCausalLM",
+        {
+            **FALCON,
+            "alibi": True,
+            "bias": True,
+            "parallel_attn": False,
+            "multi_query": False,
+        },
+        ("tp2",),
+        slow=SLOW,
+        brief=True,
+        attention="sdpa",
+    ),
+    Row(
         "gpt_neox",
         "GPTNeoXForCausalLM",
         {**NEOX, "rope_parameters": PARTIAL},
@@ -129,6 +145,21 @@ ROWS = [
         {**SIZE, "use_parallel_residual": True, "use_qkv_bias": True},
         (),
         slow=("tp2", "pp2", "vp2"),
+        brief=True,
+    ),
+    Row(
+        # three groups, which two ranks cannot share out evenly
+        "stablelm_head_norms",
+        "StableLmForCausalLM",
+        {
+            **SIZE,
+            "num_key_value_heads": 3,
+            "use_parallel_residual": True,
+            "qk_layernorm": True,
+            "rope_parameters": PARTIAL,
+        },
+        ("tp2",),
+        slow=("sp2", "pp2", "vp2"),
         brief=True,
     ),
     Row(

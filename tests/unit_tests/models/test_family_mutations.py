@@ -129,7 +129,7 @@ class Trial:
         hf = model_class(self.case.row.model).from_pretrained(
             plain if plain.exists() else self.case.checkpoint,
             config=config,
-            attn_implementation="eager",
+            attn_implementation=self.case.row.attention,
             dtype=torch.float32,
         )
         return hf.eval()(input_ids=self.case.batch[0], use_cache=False).logits

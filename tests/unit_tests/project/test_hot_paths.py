@@ -46,6 +46,8 @@ ALLOWED = {
     "backends/recurrent/mamba1.py prepare torch.arange": "first values",
     "backends/recurrent/tensor_parallel_mixer.py make_parameters torch.ones": "first values",
     "models/features/activations.py __init__ torch.full": "first values",
+    "models/features/alibi.py alibi_slopes torch.arange": "when a model is built",
+    "models/features/alibi.py alibi_slopes torch.tensor": "when a model is built",
     "models/features/multipliers.py _scale_embeddings torch.tensor": "a number of no dimension goes along as one",
     "models/features/per_layer_inputs.py __init__ .item()": "when the model is built",
     "models/features/per_layer_inputs.py __init__ torch.tensor": "the same",

@@ -494,7 +494,8 @@ def _cache_shape(layer: Any) -> tuple[int, tuple[int, int]]:
     if isinstance(layer, TorchLatentAttention):
         return layer.num_attention_heads_per_partition, (layer.q_head_dim, layer.config.v_head_dim)
     width = layer.hidden_size_per_attention_head
-    return layer.num_query_groups_per_partition, (width, width)
+    key_width = width + getattr(layer.core_attention, "extra_key_width", 0)
+    return layer.num_query_groups_per_partition, (key_width, width)
 
 
 def check_layers(chunks: Sequence[Any]) -> None:

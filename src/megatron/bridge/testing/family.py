@@ -123,7 +123,10 @@ def export_without_a_source_of(
 
 def _not_as_in_transformers(case: ReferenceFiles, path: Path) -> list[str]:
     auto: Any = transformers.AutoModelForCausalLM
-    hf, loading = auto.from_pretrained(path, attn_implementation="eager", output_loading_info=True)
+    attention = case.row.attention
+    hf, loading = auto.from_pretrained(
+        path, attn_implementation=attention, output_loading_info=True
+    )
     layers = hf.config.num_hidden_layers
     # layers of multi-token prediction come after the others; transformers has no modules for them
     beyond = {name for name in loading["unexpected_keys"] if f"layers.{layers}." in name}

@@ -128,7 +128,7 @@ def hf_model(row: Row) -> Any:
     """Return the row's transformers model; all of it is random, so that a missing tensor changes the logits."""
     kind = getattr(transformers, row.model) if isinstance(row.model, str) else row.model
     config = kind.config_class(**row.config)
-    config._attn_implementation = "eager"  # the one that has every feature of every architecture
+    config._attn_implementation = row.attention
     torch.manual_seed(row.seed)
     model = kind(config).eval()
     model.config.dtype = torch.float32

@@ -30,6 +30,8 @@ class Row:
             all tensors that the checkpoint stands for now: they become the reference, and what is exported must
             equal them. None says that the numbers are the same: the export must equal the rewritten files.
         seed: of the random numbers; another one if two experts tie by chance.
+        attention: transformers' kind of attention for the reference. ``eager`` has every feature of every
+            architecture, but adds ALiBi twice in Falcon.
     """
 
     name: str
@@ -42,3 +44,4 @@ class Row:
     provider: dict[str, Any] = field(default_factory=dict)
     rewrite: Rewrite | None = None
     seed: int = 0
+    attention: str = "eager"

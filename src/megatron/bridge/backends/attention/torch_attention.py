@@ -68,10 +68,12 @@ class TorchAttention(MegatronModule):
     Attributes:
         cache: keys and values of earlier tokens while the model decodes, else None.
         masks: the keys that each span of a decoding step does not see, in addition to later keys.
+        extra_key_width: features that a hook adds to queries and keys.
     """
 
     cache: AttentionCache | None = None
     masks: list[Tensor | None] | None = None
+    extra_key_width: int = 0
 
     def __init__(
         self,

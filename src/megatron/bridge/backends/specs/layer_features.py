@@ -146,13 +146,17 @@ def _with_features(
     return dataclasses.replace(spec, submodules=dataclasses.replace(layer, **edits))
 
 
+def use_torch_attention(attention: Any) -> Any:
+    """Return the spec of attention with the core attention of the torch backend."""
+    submodules = dataclasses.replace(attention.submodules, core_attention=TorchAttention)
+    return dataclasses.replace(attention, submodules=submodules)
+
+
 def _edit_attention(spec: Any, config: TransformerConfig) -> Any:
     if getattr(config, "attn_logit_softcapping", None) is not None or getattr(
         config, "chunked_attention", False
     ):
-        spec = dataclasses.replace(
-            spec, submodules=dataclasses.replace(spec.submodules, core_attention=TorchAttention)
-        )
+        spec = use_torch_attention(spec)
     if getattr(config, "qk_norm_across_heads", False):
         spec = dataclasses.replace(spec, module=AcrossHeadsNormAttention)
     if getattr(config, "qk_norm_by_head", False):

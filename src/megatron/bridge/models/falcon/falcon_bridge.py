@@ -41,10 +41,11 @@ def _layer_block(config: Any) -> Block:
 
 @register_bridge("FalconForCausalLM", model_type="falcon")
 class FalconBridge(DecoderBridge):
-    """Falcon 7B, 40B, 180B and Falcon 2: attention and MLP side by side, few key heads. Falcon 3 is a Llama."""
+    """Falcon 7B, 40B, 180B, RW and Falcon 2: most have attention and MLP side by side. Falcon 3 is a Llama."""
 
     fields = FALCON
     fixed = {**LAYER_NORM_LIKE, "gated_linear_unit": False}
+    del fixed["position_embedding_type"]  # a field sets it
     irrelevant = {
         "hidden_dropout": (0.0,),  # of the sum of both parts, not of each
         "apply_residual_connection_post_layernorm": (False,),

@@ -153,6 +153,20 @@ def _scale_queries(attention: SelfAttention, beta: float, length: int, first: in
     return scale
 
 
+def key_positions(core: Any, key: Tensor, packed: Any, group: Any) -> Tensor:
+    """Return the position of each new key in its text, [s] or [t].
+
+    Args:
+        core: The core attention, which has a cache while the model decodes.
+        key: This rank's keys [s, b, g, d], or packed [t, g, d].
+        packed: The bounds of the sequences of a packed row, or None.
+        group: The context-parallel ranks.
+    """
+    if getattr(core, "cache", None) is not None:
+        return core.cache.step.positions
+    return _query_positions(key, key, packed, group)
+
+
 def _query_positions(query: Tensor, key: Tensor, packed: Any, group: Any) -> Tensor:
     """Positions of this rank's queries [s, b, h, d], or packed [t, h, d], from the start of each sequence."""
     if packed is not None and packed.qkv_format == "thd":

@@ -5,6 +5,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron.bridge.models.features.activations import XIELUFeature
+from megatron.bridge.models.features.alibi import ALiBiFeature, ALiBiFields
+from megatron.bridge.models.features.attention_scores import (
+    AttentionScoreFields,
+    QKVClipFeature,
+    ScoresByLayerFeature,
+)
 from megatron.bridge.models.features.biases import BiasFeature, BiasFields
 from megatron.bridge.models.features.experts_beside_mlp import (
     ExpertsBesideMLPFeature,
@@ -43,6 +49,8 @@ from megatron.bridge.models.features.sparse_attention import SparseAttentionFeat
 
 @dataclass
 class FeatureFields(
+    ALiBiFields,
+    AttentionScoreFields,
     HeadFields,
     HeadPaddingFields,
     MambaBesideAttentionFields,
@@ -65,6 +73,9 @@ FEATURES: list[LayerFeature] = [
     SinkFeature(),
     KVSharingFeature(),
     QueryScalingFeature(),
+    ALiBiFeature(),
+    QKVClipFeature(),
+    ScoresByLayerFeature(),
     BiasFeature(),
     RoutingFeature(),
     XIELUFeature(),

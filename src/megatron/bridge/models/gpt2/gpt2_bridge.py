@@ -45,6 +45,7 @@ class GPT2Bridge(DecoderBridge):
         Field("attn_pdrop", "attention_dropout", default=0.1),
         Field("resid_pdrop", "hidden_dropout", default=0.1),
         Field("embd_pdrop", "embedding_dropout", default=0.1),
+        Field("scale_attn_by_inverse_layer_idx", "scores_divided_by_layer", default=False),
     )
     fixed = {
         **LAYER_NORM_LIKE,
@@ -56,7 +57,6 @@ class GPT2Bridge(DecoderBridge):
         **dict.fromkeys(("n_ctx", "output_past")),
         "reorder_and_upcast_attn": None,  # softmax in fp32, as it is here
         "scale_attn_weights": (True,),
-        "scale_attn_by_inverse_layer_idx": (False,),
     }
     has_padding_row = False
     weights = (

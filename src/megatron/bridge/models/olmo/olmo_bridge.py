@@ -1,17 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""OLMo 2 and 3, OLMoE and FlexOlmo: queries and keys normed over all heads together."""
+"""OLMo 1 to 3, OLMoE and FlexOlmo: most have queries and keys normed over all heads together."""
 
 from megatron.bridge.models.families import (
     ATTENTION_BIAS,
     ATTENTION_BIAS_OF_EXPERTS,
     AUX_LOSS,
     DENSE,
+    LAYER_NORM_LIKE,
     LAYER_ROPE,
     LLAMA_LIKE,
     NORM_TOPK,
     SOFTMAX_ROUTING,
     WINDOWS,
     DecoderBridge,
+    Field,
     attention,
     ends,
     expert_sizes,
@@ -22,6 +24,23 @@ from megatron.bridge.models.families import (
     register_bridge,
     router,
 )
+
+_QKV_CLIP = Field("clip_qkv", "qkv_clip", default=None)
+
+
+@register_bridge("OlmoForCausalLM", model_type="olmo")
+class OlmoBridge(DecoderBridge):
+    """OLMo 1: LayerNorms without a gain or a bias."""
+
+    fields = (*(field for field in DENSE if field.hf != "rms_norm_eps"), ATTENTION_BIAS, _QKV_CLIP)
+    fixed = {
+        **LAYER_NORM_LIKE,
+        "layernorm_bias": False,
+        "norm_gain": False,
+        "layernorm_epsilon": 1e-5,
+        "mlp_bias": False,
+    }
+    weights = (ends(), attention(), mlp())
 
 
 @register_bridge("Olmo2ForCausalLM", model_type="olmo2")
@@ -60,6 +79,7 @@ class OlmoeBridge(DecoderBridge):
         NORM_TOPK,
         AUX_LOSS,
         ATTENTION_BIAS_OF_EXPERTS,
+        _QKV_CLIP,
     )
     fixed = {
         **LLAMA_LIKE,
@@ -67,7 +87,6 @@ class OlmoeBridge(DecoderBridge):
         "add_bias_linear": False,
         "qk_norm_across_heads": True,
     }
-    irrelevant = {"clip_qkv": (None,)}
     weights = (ends(), attention(qk_norm=True), router(norm="post_attention_layernorm"), experts())
 
 

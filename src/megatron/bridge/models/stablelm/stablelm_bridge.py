@@ -10,6 +10,7 @@ from megatron.bridge.models.families import (
     Field,
     attention,
     ends,
+    head_norms,
     mlp,
     override,
     parallel_residual,
@@ -22,12 +23,12 @@ class StableLmBridge(DecoderBridge):
     fields = (
         *(field for field in override(DENSE, PARTIAL_ROPE, NORM_EPS) if field.hf != "head_dim"),
         Field("use_qkv_bias", "add_qkv_bias", default=False),
+        Field("qk_layernorm", "qk_norm_by_head", default=False),
         parallel_residual("shared_norm", default=False),
     )
     fixed = {**LAYER_NORM_LIKE, "add_bias_linear": False}
     irrelevant = {
         "hidden_dropout": (0.0,),  # transformers would drop out of the feed-forward layers only
-        "qk_layernorm": (False,),
         "partial_rotary_factor": None,  # transformers copies it into rope_parameters
     }
-    weights = (ends(), attention(), mlp())
+    weights = (ends(), attention(), head_norms(), mlp())

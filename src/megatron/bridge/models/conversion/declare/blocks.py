@@ -8,6 +8,7 @@ and a model has one of them.
 from collections.abc import Callable
 from typing import Any
 
+from megatron.bridge.models.conversion.mappings.head_gains import HeadGainsMapping
 from megatron.bridge.models.conversion.param_mapping import (
     AutoMapping,
     ConcatenatedGatedMLPMapping,
@@ -92,6 +93,21 @@ def attention(
         for role, hf_norm in names_of.items()
     )
     return (*block, *(mapping for pair in norms for mapping in pair))
+
+
+def head_norms(layers: str = "model.layers.*.self_attn") -> SizedBlock:
+    """Return a block of norms of queries and keys that Hugging Face stores head by head."""
+
+    def list_norms(config: Any) -> Block:
+        heads, groups = config.unpadded_heads
+        mappings: list[MegatronParamMapping] = []
+        for norm, count in (("q_layernorm", heads), ("k_layernorm", groups)):
+            names = {str(head): f"{layers}.{norm}.norms.{head}.weight" for head in range(count)}
+            megatron_name = f"decoder.layers.*.self_attention.{norm}.weight"
+            mappings.append(HeadGainsMapping(megatron_name, names))
+        return tuple(mappings)
+
+    return list_norms
 
 
 def _qkv_mappings(

@@ -8,7 +8,6 @@ from typing import Any
 from megatron.bridge.models.conversion.declare.decoder_fields import ACTIVATION, DENSE
 from megatron.bridge.models.conversion.declare.fields import (
     Field,
-    constant,
     override,
     read_by_others,
 )
@@ -85,5 +84,11 @@ FALCON = (
         True,
         lambda provider: provider.num_query_groups < provider.num_attention_heads,
     ),
-    constant("alibi", False),
+    Field(
+        "alibi",
+        ("alibi", "position_embedding_type"),
+        default=False,
+        to=lambda alibi, _: (alibi, "none" if alibi else "rope"),
+        back=lambda values, _: values[0],
+    ),
 )
