@@ -23,7 +23,7 @@ from megatron.bridge.models.vision.merge import media_rows
 from tests.families import harness
 from tests.families.vision.row import VisionRow
 from tests.families.vision.rows import ROWS
-from tests.families.vision.samples import IMAGE_TOKEN, LENGTH, VIDEO_TOKEN, Sample, positions_of
+from tests.families.vision.samples import LENGTH, PLACEHOLDERS, Sample, positions_of
 
 LAYOUTS = {
     **harness.LAYOUTS,
@@ -181,7 +181,7 @@ def packed(samples: list[Sample], row: VisionRow) -> dict[str, Any]:
         "position_ids": torch.cat([positions_of(sample, row.mrope) for sample in samples], dim=-1),
         "attention_mask": torch.cat(seen, dim=1)[:, mine] if seen else None,
         "media": {name: torch.cat(values) for name, values in media.items()},
-        "media_rows": media_rows(ids, IMAGE_TOKEN, VIDEO_TOKEN)[:, mine],
+        "media_rows": media_rows(ids, *PLACEHOLDERS)[:, mine],
         "packed_seq_params": PackedSeqParams(
             qkv_format="thd",
             cu_seqlens_q=bounds,
@@ -211,7 +211,7 @@ def this_rank(sample: Sample, row: VisionRow) -> tuple[dict[str, Tensor], dict[s
     batch = {
         "ids": sample.ids,
         "labels": sample.labels,
-        "rows": media_rows(sample.ids, IMAGE_TOKEN, VIDEO_TOKEN),
+        "rows": media_rows(sample.ids, *PLACEHOLDERS),
         "positions": positions.reshape(-1, positions.shape[-1]),
     }
     if (sight := row.sight(sample)) is not None:

@@ -3,6 +3,7 @@
 
 from tests.families.vision.row import VisionRow
 from tests.families.vision.samples import (
+    AUDIO_TOKEN,
     IMAGE_TOKEN,
     VIDEO_TOKEN,
     encoded_video,
@@ -11,7 +12,9 @@ from tests.families.vision.samples import (
     padded_patches,
     patches,
     pixtral,
+    recording,
     some_tiles,
+    stretches,
     tiles,
     video,
     video_as_images,
@@ -785,4 +788,44 @@ MORE = (
     ),
 )
 
-ROWS = {row.name: row for row in (*FIRST, *MORE)}
+AUDIO = (
+    VisionRow(
+        "qwen2_audio",
+        "Qwen2AudioForConditionalGeneration",
+        {
+            "text_config": {**TEXT, "model_type": "qwen2"},
+            "audio_config": {
+                "num_mel_bins": 8,
+                "d_model": 16,
+                "encoder_layers": 2,
+                "encoder_attention_heads": 2,
+                "encoder_ffn_dim": 24,
+                "max_source_positions": 16,
+            },
+            "audio_token_index": AUDIO_TOKEN,
+        },
+        image=recording,
+        layouts=ALL,
+        four=("tp2cp2",),
+    ),
+    VisionRow(
+        "voxtral",
+        "VoxtralForConditionalGeneration",
+        {
+            "text_config": {**TEXT, "model_type": "llama", "head_dim": 12},
+            "audio_config": {
+                "num_mel_bins": 8,
+                "hidden_size": 16,
+                "num_hidden_layers": 2,
+                "num_attention_heads": 2,
+                "intermediate_size": 64,
+                "max_source_positions": 16,
+            },
+            "audio_token_id": AUDIO_TOKEN,
+        },
+        image=stretches,
+        layouts=ALL,
+    ),
+)
+
+ROWS = {row.name: row for row in (*FIRST, *MORE, *AUDIO)}

@@ -11,7 +11,8 @@ from torch import Tensor
 from megatron.bridge.data.media.positions import IMAGE, TEXT, VIDEO, mrope_positions
 
 LENGTH = 40
-START, IMAGE_TOKEN, VIDEO_TOKEN = 95, 99, 98
+START, IMAGE_TOKEN, VIDEO_TOKEN, AUDIO_TOKEN = 95, 99, 98, 97
+PLACEHOLDERS = (IMAGE_TOKEN, VIDEO_TOKEN, AUDIO_TOKEN)
 
 
 @dataclass(frozen=True)
@@ -92,6 +93,28 @@ def positions_of(sample: Sample, mrope: dict[str, Any] | None) -> Tensor:
 
 
 _GRIDS = ("image_grid_thw", "video_grid_thw")
+
+
+def recording(config: Any, which: int, generator: torch.Generator) -> Piece:
+    """A recording of one of three lengths, padded with silence as Qwen2-Audio takes it."""
+    audio = config.audio_config
+    frames = 2 * audio.max_source_positions
+    length = (9, 24, 15)[which]
+    sound = torch.randn(1, audio.num_mel_bins, frames, generator=generator)
+    sound[..., length:] = -1.5
+    mask = (torch.arange(frames) < length).long()[None]
+    tokens = ((length - 1) // 2 - 1) // 2 + 1
+    return Piece({"input_features": sound, "feature_attention_mask": mask}, [AUDIO_TOKEN] * tokens)
+
+
+def stretches(config: Any, which: int, generator: torch.Generator) -> Piece:
+    """A recording as one or two stretches of equal length, as Voxtral takes it."""
+    audio = config.audio_config
+    count = (1, 2, 1)[which]
+    shape = (count, audio.num_mel_bins, 2 * audio.max_source_positions)
+    tokens = audio.max_source_positions * audio.hidden_size // audio.intermediate_size
+    sound = torch.randn(shape, generator=generator)
+    return Piece({"input_features": sound}, [AUDIO_TOKEN] * tokens * count)
 
 
 # ---- images of the two layouts ----------------------------------------------------------------------------------

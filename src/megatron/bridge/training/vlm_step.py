@@ -49,13 +49,7 @@ def forward_step(
             "the batch has images, and the model has no vision tower: train a vision-language model, or remove "
             "the images"
         )
-    rows = (
-        cut_on_host(
-            media_rows(batch["tokens"], config.image_token_id, config.video_token_id), batch
-        )
-        if media
-        else None
-    )
+    rows = cut_on_host(media_rows(batch["tokens"], *config.placeholders), batch) if media else None
     extra: dict[str, Any] = {} if all_tokens else trained_token_arguments(model, batch)
     batch = _places(batch, config)
     if "cu_seqlens" in batch:

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The tensors of a microbatch's images: which image each entry belongs to, and the cost of an image.
+"""The tensors of a microbatch's images and recordings: which image each entry belongs to, and the cost of an image.
 
 Two layouts cover all families. *Patches*: ``pixel_values`` concatenates the patches of all images, and a grid for each
 image (frames, height, width, or without frames) gives their number (Qwen, GLM, Nemotron). *Stacked*: every tensor has
-one entry per image, or, for a single video, one per frame (Nemotron).
+one entry per image or stretch of sound, or, for a single video, one per frame (Nemotron).
 """
 
 from collections.abc import Mapping, Sequence
@@ -11,28 +11,39 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from megatron.bridge.utils.errors import UserError
-
 Media = Mapping[str, Tensor]
 
 
+AUDIO_TENSORS = ("input_features", "feature_attention_mask")
+"""Names of what transformers' audio towers take."""
+
+
 def split_kinds(media: Media | None) -> list[Media]:
-    """Images and videos separately, images first; kinds that do not occur are left out."""
+    """Images, videos and audio separately, in this order; kinds that do not occur are left out."""
     media = media or {}
-    if sound := next((name for name in media if name.startswith("input_features")), None):
-        raise UserError(f"media has {sound}: audio is not supported, remove it")
+    audio = {name: value for name, value in media.items() if name.startswith(AUDIO_TENSORS)}
     videos = {name: value for name, value in media.items() if "video" in name}
-    images = {name: value for name, value in media.items() if name not in videos}
-    return [part for part in (images, videos) if part]
+    images = {
+        name: value for name, value in media.items() if name not in videos and name not in audio
+    }
+    return [part for part in (images, videos, audio) if part]
+
+
+def is_audio(media: Media) -> bool:
+    return any(name.startswith(AUDIO_TENSORS) for name in media)
 
 
 def costs(media: Media) -> list[int]:
-    """Patches, or pixels, of each image."""
+    """Patches, pixels or numbers of a spectrogram, of each image or stretch of sound."""
     grids = _find_grids(media)
     if grids is not None:
         return [int(size) for size in grids.prod(-1)]
-    pixels = next(value for name, value in media.items() if name.startswith("pixel_values"))
-    return [int(pixels[0].numel())] * len(pixels)
+    values = next(
+        value
+        for name, value in media.items()
+        if name.startswith(("pixel_values", AUDIO_TENSORS[0]))
+    )
+    return [int(values[0].numel())] * len(values)
 
 
 def select(media: Media, chosen: Sequence[int]) -> dict[str, Tensor]:

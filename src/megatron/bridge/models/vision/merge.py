@@ -13,15 +13,16 @@ from torch import Tensor, nn
 from megatron.bridge.utils.errors import UserError
 
 
-def media_rows(input_ids: Tensor, image_token: int | None, video_token: int | None) -> Tensor:
+def media_rows(input_ids: Tensor, *placeholders: int | None) -> Tensor:
     """For each token [b, s], the row of the features that replaces it, -1 for text; samples are in image order.
 
-    Rows of images come first, then those of videos, each in token order. Call this on full sequences: context
-    parallelism splits its result like the tokens.
+    ``placeholders`` are the tokens of images, videos and audio, in this order, None for a kind that the model does
+    not have. Rows of images come first, then those of videos and of audio, each in token order. Call this on full
+    sequences: context parallelism splits its result like the tokens.
     """
     rows = torch.full_like(input_ids, -1)
     first = 0
-    for token in dict.fromkeys(token for token in (image_token, video_token) if token is not None):
+    for token in dict.fromkeys(token for token in placeholders if token is not None):
         is_placeholder = input_ids == token
         count = int(is_placeholder.sum())
         rows[is_placeholder] = torch.arange(first, first + count, device=rows.device)

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from megatron.bridge.backends.attention.block_mask import is_mask_of_valid_tokens
 from megatron.bridge.models.vision import merge, sharing
 from megatron.bridge.models.vision.media import Media, split_kinds
+from megatron.bridge.models.vision.tower import is_video
 from megatron.bridge.utils.errors import UserError
 
 
@@ -63,8 +64,8 @@ class WithVision(LanguageModule):
             decoder_input: embeddings to use; the tower does not run.
             *args: of ``GPTModel.forward``.
             media: tensors of the images under transformers' names: ``pixel_values``, ``image_grid_thw``,
-                ``pixel_values_videos``, ``image_sizes``, ...; None without images. Other stages than the first
-                ignore them.
+                ``pixel_values_videos``, ``image_sizes``, ``input_features``, ...; None without images and audio.
+                Other stages than the first ignore them.
             media_rows: [b, s], the row of the features for each token (``merge.media_rows``), needed under
                 context parallelism; None finds the placeholders. A GPU waits for rows that are not on the host.
             **kwargs: of ``GPTModel.forward``.
@@ -147,14 +148,14 @@ class WithVision(LanguageModule):
                 "media_rows is missing: under context_parallel_size > 1 compute it from the full sequence with "
                 "megatron.bridge.models.vision.merge.media_rows, and cut it like the tokens"
             )
-        image = config.image_token_id
         video = config.video_token_id
-        if len(split_kinds(media)) > 1 and not bool((input_ids == video).any()):
+        has_videos = any(map(is_video, split_kinds(media)))
+        if has_videos and len(split_kinds(media)) > 1 and not bool((input_ids == video).any()):
             raise UserError(
                 "media has images and videos, and input_ids no placeholder for videos: give media_rows, or one of "
                 "the two"
             )
-        return merge.media_rows(input_ids, image, video)
+        return merge.media_rows(input_ids, *config.placeholders)
 
 
 class VisionGPTModel(WithVision, GPTModel):

@@ -135,6 +135,16 @@ class VisionGPTModelProvider(GPTModelProvider):
         """The placeholder of a video; None if the family has none."""
         return self._token("video_token_id", "video_token_index")
 
+    @property
+    def audio_token_id(self) -> int | None:
+        """The placeholder of audio; None if the family has none."""
+        return self._token("audio_token_id", "audio_token_index")
+
+    @property
+    def placeholders(self) -> tuple[int | None, int | None, int | None]:
+        """The placeholders of an image, a video and audio."""
+        return self.image_token_id, self.video_token_id, self.audio_token_id
+
     def _token(self, *keys: str) -> int | None:
         return (
             next((self.vision[key] for key in keys if key in self.vision), None)
@@ -229,7 +239,8 @@ class VisionGPTModelProvider(GPTModelProvider):
             )
         for name, parameter in tower.named_parameters():
             parameter.average_gradients_across_tp_domain = self.share_images  # type: ignore[attr-defined]
-            parameter.requires_grad_(name not in unused_parameters(tower))
+            if name in unused_parameters(tower):  # what transformers freezes stays frozen
+                parameter.requires_grad_(False)
         model.add_tower(tower, dummy_media(tower), self.deep_layers)
 
     def _build_tower(self, vision: dict[str, Any]) -> nn.Module:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Transformers' own vision tower, under its own names and with its own code.
+"""Transformers' own tower of images or audio, under its own names and with its own code.
 
 A tower is transformers' multimodal model without its language model, so patches, windows, pixel shuffles and projectors
 are computed by their original code. ``encode`` returns its features in one form for all families.
@@ -12,10 +12,10 @@ sizes, and attention is one variable-length kernel for the complete row.
 import copy
 import inspect
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from itertools import groupby, pairwise
 from typing import Any, cast
 
@@ -30,6 +30,7 @@ from megatron.bridge.backends.attention.block_mask import (
     remember_on_host,
 )
 from megatron.bridge.models.hf_pretrained.own_configs import own_config
+from megatron.bridge.models.vision.media import is_audio
 from megatron.bridge.utils.errors import UserError
 
 _NAME = "megatron_bridge_flash_varlen"  # transformers passes bounds to what has "flash" in its name
@@ -135,6 +136,8 @@ def attend(
 
 _LANGUAGE = ("language_model", "text_model", "lm_head")
 _AUDIO = ("audio_tower", "embed_audio")
+AUDIO_MODELS = ("qwen2_audio", "voxtral")
+"""Models whose tower encodes audio; in others, the audio part of a checkpoint is copied."""
 _TILES = "NemotronH_Nano_VL_V2"
 _LISTS_OF_IMAGES = ("idefics3", "smolvlm")  # they take a list of images for each sample
 _LAYER = re.compile(r"\.layers?\.(\d+)\.")
@@ -174,7 +177,8 @@ def build_tower(
             tower = _model_builder(config)(config, dtype=torch.float32)
     except (ValueError, TypeError, KeyError, RuntimeError) as error:
         raise UserError(f"vision: transformers cannot build this tower: {error}") from error
-    for name in (*_LANGUAGE, *_AUDIO):
+    carried = () if config.model_type in AUDIO_MODELS else _AUDIO
+    for name in (*_LANGUAGE, *carried):
         if hasattr(tower, name):
             delattr(tower, name)
     for parameter in tower.parameters():
@@ -216,7 +220,7 @@ def hf_config(vision: Mapping[str, Any]) -> Any:
 
 def encode(tower: Any, media: Mapping[str, Tensor]) -> Features:
     """Features of images, or of videos: ``media`` are the arguments of transformers' function for them."""
-    compute = getattr(tower, _VIDEO if is_video(media) else _IMAGE)
+    compute = _encoder_of(tower, media)
     known = inspect.signature(compute).parameters
     if unknown := sorted(name for name in media if name not in known):
         raise UserError(
@@ -246,7 +250,61 @@ def encode(tower: Any, media: Mapping[str, Tensor]) -> Features:
     return Features(torch.cat((rows, *deep), dim=-1) if deep else rows, counts)
 
 
+def _encoder_of(tower: Any, media: Mapping[str, Tensor]) -> Callable[..., Any]:
+    """Return transformers' function that computes features of this kind of media."""
+    kind = tower.config.model_type
+    if is_audio(media) and kind not in AUDIO_MODELS:
+        raise UserError(f"media has {next(iter(media))}: audio is not supported, remove it")
+    if kind in AUDIO_MODELS and not is_audio(media):
+        raise UserError(
+            f"media has {next(iter(media))}, and {type(tower).__name__} takes audio only: remove it"
+        )
+    if kind == "qwen2_audio":
+        return partial(_encode_qwen2_audio, tower)
+    if kind == "voxtral":
+        return tower.get_audio_features
+    return getattr(tower, _VIDEO if is_video(media) else _IMAGE)
+
+
+def _encode_qwen2_audio(
+    tower: Any, input_features: Tensor, feature_attention_mask: Tensor, return_dict: bool = True
+) -> Any:
+    """Features of each recording, which transformers' Qwen2-Audio computes in its forward pass only.
+
+    Args:
+        tower: transformers' model without its language model.
+        input_features: spectrograms [recordings, frequencies, frames], padded with silence.
+        feature_attention_mask: [recordings, frames], 1 for frames that are not padding.
+        return_dict: always true.
+    """
+    from transformers.masking_utils import create_bidirectional_mask
+    from transformers.modeling_outputs import BaseModelOutputWithPooling
+
+    assert return_dict
+    encoder = tower.audio_tower
+    frame_counts, token_counts = encoder._get_feat_extract_output_lengths(
+        feature_attention_mask.sum(-1).cpu()
+    )
+    encoded_frames = (input_features.shape[-1] - 2) // 2 + 1
+    is_valid = torch.arange(encoded_frames) < frame_counts[:, None]
+    mask = create_bidirectional_mask(  # on the host: transformers asks whether it hides anything
+        config=encoder.config,
+        inputs_embeds=torch.zeros(*is_valid.shape, 1, dtype=input_features.dtype),
+        attention_mask=is_valid.long(),
+    )
+    if mask is not None:
+        mask = mask.to(input_features.device, non_blocking=True)
+    encoded = encoder(input_features, attention_mask=mask).last_hidden_state
+    projected = tower.multi_modal_projector(encoded)
+    features = tuple(
+        recording[:count] for recording, count in zip(projected, token_counts.tolist(), strict=True)
+    )
+    return BaseModelOutputWithPooling(pooler_output=features)  # type: ignore[arg-type]
+
+
 def _projected_features(tower: Any, outputs: Any) -> Any:
+    if tower.config.model_type == "voxtral":  # of all stretches of 30 seconds, one after another
+        return outputs.pooler_output.unflatten(0, (len(outputs.last_hidden_state), -1))
     if (
         tower.config.model_type == "llama4"
     ):  # transformers projects its images in the forward pass only
@@ -296,8 +354,14 @@ def _layers_taken(config: Any) -> int | None:
 
 
 def dummy_media(tower: Any) -> dict[str, Tensor]:
-    """Tensors of the smallest image, under the names of transformers' ``get_image_features``."""
+    """Tensors of the smallest image or sound, under the names that transformers has for them."""
     config = tower.config
+    if config.model_type in AUDIO_MODELS:
+        return _dummy_sound(config)
+    return _dummy_image(tower, config)
+
+
+def _dummy_image(tower: Any, config: Any) -> dict[str, Tensor]:
     if hasattr(tower, "visual"):
         return _dummy_patches(config.vision_config)
     if config.model_type == "nemotron_h_omni":
@@ -316,6 +380,16 @@ def dummy_media(tower: Any) -> dict[str, Tensor]:
     if config.model_type in ("llava_next", "llava_onevision"):
         return _dummy_tiles(config, pixels)
     return {"pixel_values": pixels}
+
+
+def _dummy_sound(config: Any) -> dict[str, Tensor]:
+    """Sound of the only length that the tower takes."""
+    audio = config.audio_config
+    frames = 2 * audio.max_source_positions  # the second convolution halves them
+    media = {"input_features": torch.zeros(1, audio.num_mel_bins, frames)}
+    if config.model_type == "qwen2_audio":
+        media["feature_attention_mask"] = torch.ones(1, frames, dtype=torch.long)
+    return media
 
 
 def _dummy_patches(vision: Any) -> dict[str, Tensor]:

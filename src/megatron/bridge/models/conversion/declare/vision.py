@@ -28,9 +28,8 @@ from megatron.bridge.models.hf_pretrained.safetensors_files import TensorEntry
 from megatron.bridge.models.vision.provider import VisionGPTModelProvider
 from megatron.bridge.models.vision.tower import hf_config
 
-_TEXT, _VISION, _TIED, _ROPE = (
+_TEXT, _TIED, _ROPE = (
     "text_config",
-    "vision_config",
     "tie_word_embeddings",
     "rope_parameters",
 )
@@ -93,6 +92,7 @@ class VisionBridge(DecoderBridge):
         "vision_tower",
         "multi_modal_projector",
     )  # modules in addition to the language model
+    tower_config: ClassVar[str] = "vision_config"  # the key with the config of the tower
     language: ClassVar[str] = "language_model"  # transformers' name of the language model
     names: ClassVar[
         Prefixes
@@ -173,10 +173,12 @@ class VisionBridge(DecoderBridge):
         )
 
     def _check(self, config: Mapping[str, Any]) -> None:
-        missing = [f"{name} is not set" for name in (_TEXT, _VISION) if not config.get(name)]
+        missing = [
+            f"{name} is not set" for name in (_TEXT, self.tower_config) if not config.get(name)
+        ]
         if missing:
             raise ConfigError(missing)
-        unknown = _unknown_vision_keys(config, self.irrelevant)
+        unknown = _unknown_vision_keys(config, self.tower_config, self.irrelevant)
         problems = list(unknown.values())
         kind = config[_TEXT].get("model_type")
         if kind not in self.texts:
@@ -307,6 +309,31 @@ LLAVA_OTHER_NAMES: Mapping[str, Prefixes] = {
 """Names that transformers 4.52 to 4.57 wrote, and older names on the hub."""
 
 
+class AudioBridge(VisionBridge):
+    """A bridge whose tower encodes audio."""
+
+    tower_config = "audio_config"
+    tower = ("audio_tower", "multi_modal_projector")
+    names = LLAVA_NAMES
+    other_names: ClassVar[Mapping[str, Prefixes]] = {
+        "model.language_model.": {
+            "model.": "model.language_model.",
+            "lm_head.": "lm_head.",
+            "audio_tower.": "model.audio_tower.",
+            "multi_modal_projector.": "model.multi_modal_projector.",
+        }
+    }
+
+    def _check(self, config: Mapping[str, Any]) -> None:
+        super()._check(config)
+        audio: Mapping[str, Any] = config[self.tower_config]
+        key = next((key for key in ("encoder_layerdrop", "layerdrop") if audio.get(key)), None)
+        if key:
+            raise ConfigError(
+                [f"{self.tower_config}.{key}={audio[key]} is not supported: set it to 0"]
+            )
+
+
 def _tower_mappings(parts: tuple[str, ...]) -> list[MegatronParamMapping]:
     """Map each part both as a parameter and as a module; a model has one of the two."""
     part_mappings = [ReplicatedMapping(f"vision.{part}.**", f"{part}.**") for part in parts]
@@ -337,20 +364,27 @@ def _without_mrope(rope: dict[str, Any]) -> dict[str, Any]:
     return text_rope
 
 
-def _unknown_vision_keys(config: Mapping[str, Any], harmless: HarmlessKeys) -> dict[str, str]:
-    """Return a phrase for each key of the config or its vision part that transformers' class does not have."""
+def _unknown_vision_keys(
+    config: Mapping[str, Any], tower_config: str, harmless: HarmlessKeys
+) -> dict[str, str]:
+    """Return a phrase for each key of the config or its ``tower_config`` that transformers' class does not have."""
     repeated = {key: config[key] for key in _TWICE if key in config}
-    vision_config: dict[str, Any] = config[_VISION]
+    vision_config: dict[str, Any] = config[tower_config]
     smallest_vision = {
         key: value for key, value in vision_config.items() if key == "model_type" or key in repeated
     }
-    smallest = {"model_type": config["model_type"], **repeated, _VISION: smallest_vision}
+    smallest = {"model_type": config["model_type"], **repeated, tower_config: smallest_vision}
     known = hf_config(smallest).to_dict()
     unclaimed = {key: value for key, value in config.items() if key not in known}
-    other_vision = {key: value for key, value in vision_config.items() if key not in known[_VISION]}
+    other_vision = {
+        key: value for key, value in vision_config.items() if key not in known[tower_config]
+    }
     problems = unknown_keys((), unclaimed, {**IRRELEVANT, **_HARMLESS, **harmless})
     in_vision = unknown_keys((), other_vision, {**IRRELEVANT, **_HARMLESS_IN_VISION, **harmless})
     return {
         **problems,
-        **{f"{_VISION}.{key}": f"{_VISION}: {phrase}" for key, phrase in in_vision.items()},
+        **{
+            f"{tower_config}.{key}": f"{tower_config}: {phrase}"
+            for key, phrase in in_vision.items()
+        },
     }
