@@ -26,6 +26,7 @@ class RowChoice:
     def __init__(self) -> None:
         self.rows_of: dict[str, Tensor | None] = {}
         """Name -> indices of its rows; None for all rows."""
+        self.row_count = 0
 
     def choose(self, names: Sequence[str], device: torch.device | int) -> None:
         """Set the adapter of each row.
@@ -34,6 +35,7 @@ class RowChoice:
             names: The name of the adapter of each row.
             device: Device of the activations.
         """
+        self.row_count = len(names)
         indices: dict[str, list[int]] = {}
         for index, name in enumerate(names):
             indices.setdefault(name, []).append(index)
@@ -73,6 +75,11 @@ class RowAdapters(nn.Module):
                 continue
             if rows is None:
                 return adapter(base, x, counts, weights)
+            if x.ndim != 3 or x.shape[1] != self._choice.row_count:
+                raise UserError(
+                    f"adapter {name!r} changes a layer with inputs of shape {list(x.shape)}, not [sequence, "
+                    f"{self._choice.row_count} rows, inputs]: leave the layer out, or use micro_batch_size=1"
+                )
             rows_of_base = base.index_select(1, rows)
             rows_of_x = x.index_select(1, rows)
             adapted_rows = adapter(rows_of_base, rows_of_x, counts, weights)
