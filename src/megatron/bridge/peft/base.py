@@ -250,6 +250,8 @@ def let_gradients_start(chunk: nn.Module) -> None:
     embedding = getattr(chunk, "embedding", None)
     if embedding is None or config is None:
         return
+    if _ask_for_gradient in embedding._forward_hooks.values():
+        return
     if config.recompute_granularity is not None or config.pipeline_model_parallel_size > 1:
         embedding.register_forward_hook(_ask_for_gradient)
 
