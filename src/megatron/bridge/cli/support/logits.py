@@ -115,12 +115,22 @@ def _readable_folder(pretrained: Any) -> Iterator[Path]:
         yield folder
 
 
+def _class_of(config: Any) -> Any:
+    """The class of transformers that computes the logits of a model."""
+    import transformers
+
+    if hasattr(config, "vision_config"):
+        return transformers.AutoModelForImageTextToText
+    if hasattr(config, "audio_config"):  # no Auto class has all models with audio
+        return getattr(transformers, config.architectures[0])
+    return transformers.AutoModelForCausalLM
+
+
 def reference_activations(
     bridge: Any, ids: "Tensor", dtype: Any = None, extra: dict[str, Any] | None = None
 ) -> "ModelOutputs":
     """Return the outputs of transformers for the tokens in ``dtype``, or in the model's dtype."""
     import torch
-    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
     from transformers.utils import logging
 
     from megatron.bridge.models.conversion.check import compare_logits
@@ -128,11 +138,7 @@ def reference_activations(
     if not console().is_terminal:
         cast(Any, logging).disable_progress_bar()  # it would write a line per update to a log
     pretrained = bridge.hf_pretrained
-    kind = (
-        AutoModelForImageTextToText
-        if hasattr(pretrained.config, "vision_config")
-        else AutoModelForCausalLM
-    )
+    kind = _class_of(pretrained.config)
     with _readable_folder(pretrained) as directory:
         hf = kind.from_pretrained(
             directory,
