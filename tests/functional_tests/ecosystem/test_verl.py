@@ -139,7 +139,8 @@ def test_the_adapter_for_the_rollout_is_the_trained_one(root, results):
     names = {name.split(".lora_")[0].rpartition(".")[2] for name in saved["adapter"]}
     config = LoraConfig(r=4, lora_alpha=8, target_modules=sorted(names))
     model = get_peft_model(base, config)
-    report = set_peft_model_state_dict(model, saved["adapter"])
+    adapter = {f"base_model.model.{name}": value for name, value in saved["adapter"].items()}
+    report = set_peft_model_state_dict(model, adapter)
     assert not report.unexpected_keys
     found = torch.tensor(values["log_probs"]).split([len(row) for row in rows_of(0)])
     with torch.no_grad():

@@ -64,7 +64,11 @@ def build(model, tp, pp, lora):
             dtype="bfloat16",
         ),
         McoreOptimizerConfig(
-            lr=RATE, lr_warmup_steps=0, total_training_steps=STEPS, weight_decay=0.0
+            lr=RATE,
+            lr_decay_style="constant",  # verl does not restore a schedule
+            lr_warmup_steps=0,
+            total_training_steps=STEPS,
+            weight_decay=0.0,
         ),
         CheckpointConfig(),
     )

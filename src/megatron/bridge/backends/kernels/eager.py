@@ -14,6 +14,7 @@ from megatron.core import tensor_parallel, utils
 from megatron.core.models.common.embeddings import rope_utils
 from megatron.core.optimizer import clip_grads
 from megatron.core.optimizer import optimizer as core_optimizer
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.parallel_state import get_tensor_model_parallel_group
 from megatron.core.transformer import mlp
 from megatron.core.transformer.moe import shared_experts
@@ -27,6 +28,7 @@ CHUNK = 1 << 18  # elements: 1 MB in fp32, so a chunk stays in the cache of a co
 
 core_cross_entropy = tensor_parallel.vocab_parallel_cross_entropy  # before ``install`` replaces it
 core_rotary = rope_utils._apply_rotary_pos_emb_bshd
+_core_load_state_dict = DistributedOptimizer.load_state_dict
 
 
 class _RMSNorm(torch.autograd.Function):
@@ -323,3 +325,25 @@ def install_for_optimizer() -> None:
             module.multi_tensor_scale_impl = scale
     if clip_grads.l2_norm_impl is utils.local_multi_tensor_l2_norm:
         clip_grads.l2_norm_impl = l2_norm
+    DistributedOptimizer.load_state_dict = load_state_and_update_count  # type: ignore[method-assign]
+
+
+def load_state_and_update_count(
+    optimizer: DistributedOptimizer, state_dict: dict[str, Any]
+) -> None:
+    """Load the state of Megatron-Core's optimizer, also the number of updates of PyTorch's Adam.
+
+    Megatron-Core saves this number with the groups of parameters, loads it into one tensor that all parameters share,
+    and then loses it. A trainer that resumes would have another bias correction.
+    """
+    _core_load_state_dict(optimizer, state_dict)
+    inner: Any = optimizer.optimizer
+    if not isinstance(inner, torch.optim.Optimizer) or "optimizer" not in state_dict:
+        return
+    counts = {group.get("step") for group in state_dict["optimizer"]["param_groups"]} - {None}
+    if len(counts) != 1:
+        return
+    (count,) = counts
+    for state in inner.state.values():
+        if isinstance(state.get("step"), Tensor):  # Transformer Engine's Adam counts in its groups
+            state["step"] = torch.full_like(state["step"], float(count))
