@@ -139,7 +139,6 @@ def test_another_rank_of_groups_has_no_key(score):
             "router_jitter_noise=0.1 is not supported",
         ),
         ("MixtralForCausalLM", {"num_experts_per_tok": 1}, "num_experts_per_tok=1"),
-        ("OlmoeForCausalLM", {"clip_qkv": 8.0}, "clip_qkv=8.0 is not supported"),
     ],
 )
 def test_refused(model, changes, message):

@@ -156,7 +156,7 @@ def test_its_costs_are_in_the_dry_run():
     assert flops[0] - flops[1] == 3 * LAYERS * per_layer  # forward, and twice backward
     seconds = [predict(each, 1, "H100 80GB").seconds for each in (config, plain)]
     assert seconds[0] > seconds[1]
-    assert f"gates of rank {RANK} are assumed to be fused" in dry_run._caveats(config, None)
+    assert f"gates of rank {RANK} are assumed to be fused" in dry_run._caveats(config, None, None)
 
 
 @pytest.mark.usefixtures("registered")

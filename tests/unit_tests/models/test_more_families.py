@@ -35,19 +35,12 @@ def provider_of(row, **changes):
     [
         (
             "gpt2",
-            {"scale_attn_by_inverse_layer_idx": True},
-            "scale_attn_by_inverse_layer_idx=True is not supported",
-        ),
-        (
-            "gpt2",
             {"activation_function": "laplace"},
             "activation_function='laplace' is not supported",
         ),
         ("opt", {"do_layer_norm_before": False}, "do_layer_norm_before=False is not supported"),
         ("opt", {"word_embed_proj_dim": 12}, "word_embed_proj_dim=12 must be hidden_size=24"),
         ("opt", {"layerdrop": 0.1}, "layerdrop=0.1 is not supported"),
-        ("stablelm", {"qk_layernorm": True}, "qk_layernorm=True is not supported"),
-        ("falcon_7b", {"alibi": True}, "alibi=True is not supported"),
         (
             "falcon_40b",
             {"parallel_attn": False},
