@@ -1,10 +1,11 @@
 #!/usr/bin/env bash
 # SPDX-License-Identifier: Apache-2.0
 # Install optional packages into .cache/NAME for the tests that need them: nvidia-resiliency-ext (resiliency, 15 MB),
-# Megatron Energon (energon, 30 MB), W&B, MLflow, Comet and SwanLab (trackers, 195 MB), lm-evaluation-harness (eval), FastAPI (serve),
-# OpenTelemetry (otel), datatrove, Ray and s3fs (shards, 290 MB), s3fs and moto's server (storage), torchvision (vlm), verl (verl, 100 MB), Kubeflow's models of
-# manifests (kubernetes) and the Python part of Transformer Engine (te). They are not in requirements.lock for the
-# reasons in their lock files, and not in .venv because setup.sh would remove them there.
+# Megatron Energon (energon, 30 MB), W&B, MLflow, Comet and SwanLab (trackers, 195 MB), lm-evaluation-harness (eval),
+# FastAPI (serve), OpenTelemetry (otel), datatrove, Ray and s3fs (shards, 290 MB), s3fs and moto's server (storage),
+# torchvision (vlm), verl (verl, 215 MB), Kubeflow's models of manifests (kubernetes) and the Python part of Transformer
+# Engine (te). They are not in requirements.lock for the reasons in their lock files, and not in .venv because setup.sh
+# would remove them there.
 # usage: scripts/extra.sh NAME   (idempotent)
 set -euo pipefail
 cd "$(dirname "$0")/.."
