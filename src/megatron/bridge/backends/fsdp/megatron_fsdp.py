@@ -7,7 +7,7 @@ Parts begin and end between rows of a parameter, so each rank keeps complete row
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
+from itertools import count, pairwise
 from math import prod
 from typing import Any, cast
 
@@ -26,6 +26,8 @@ from torch.distributed import DeviceMesh, ProcessGroup
 from megatron.bridge.backends.cpu.device import has_cuda
 from megatron.bridge.backends.fsdp.sharded_rows import ParameterAttributes, RowRanges
 from megatron.bridge.utils.errors import UserError
+
+_mesh_numbers = count()
 
 NO_SHARD = "no_shard"
 SHARD_GRADIENTS = "optim_grads"
@@ -88,8 +90,9 @@ class MegatronFSDPWrapper(core.FullyShardedDataParallel):
         alone = _group_of_one()
         self.tp_group = alone
         # torch treats meshes with the same ranks and names as one, even after the groups of the first are
-        # destroyed
-        names = (f"replicas_{group.group_name}", f"alone_{group.group_name}")
+        # destroyed, and then gives new groups the names of old ones
+        number = next(_mesh_numbers)
+        names = (f"replicas_{number}", f"alone_{number}")
         mesh = _mesh(group, alone, names)
         same_ranks = _ranks(group) == _ranks(expert_group)
         expert_mesh = mesh if same_ranks else _mesh(expert_group, alone, names)
