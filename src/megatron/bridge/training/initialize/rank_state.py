@@ -60,6 +60,8 @@ def seed_everything(rng: RNGConfig, step: int = 0) -> None:
     seed = rng.seed + step + 100 * parallel_state.get_pipeline_model_parallel_rank()
     if rng.data_parallel_random_init:
         seed += 10 * parallel_state.get_data_parallel_rank()
+    import rich.style  # noqa: F401 - it draws from `random` when it is imported, which must not be after the seed
+
     random.seed(seed)
     np.random.seed(seed)
     torch.manual_seed(seed)
