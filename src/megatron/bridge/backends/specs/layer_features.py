@@ -152,6 +152,15 @@ def use_torch_attention(attention: Any) -> Any:
     return dataclasses.replace(attention, submodules=submodules)
 
 
+def with_torch_attention(spec: Any) -> Any:
+    """Return the spec of a layer whose core attention is that of the torch backend."""
+    layer = spec.submodules
+    attention = use_torch_attention(layer.self_attention)
+    return dataclasses.replace(
+        spec, submodules=dataclasses.replace(layer, self_attention=attention)
+    )
+
+
 def _edit_attention(spec: Any, config: TransformerConfig) -> Any:
     if getattr(config, "attn_logit_softcapping", None) is not None or getattr(
         config, "chunked_attention", False

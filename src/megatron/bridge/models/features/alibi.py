@@ -9,7 +9,7 @@ and kinds of context parallelism compute it without knowing of it.
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -19,7 +19,7 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from megatron.bridge.backends.specs.layer_features import use_torch_attention
+from megatron.bridge.backends.specs.layer_features import with_torch_attention
 from megatron.bridge.models.features.feature import LayerFeature, differing
 from megatron.bridge.models.features.multipliers import key_positions
 
@@ -59,11 +59,7 @@ class ALiBiFeature(LayerFeature):
         self, spec: ModuleSpec, config: Any, layer_number: int | None, provider: BackendSpecProvider
     ) -> ModuleSpec:
         """Use the attention of the torch backend, which takes values that are narrower than keys."""
-        if not config.alibi:
-            return spec
-        layer: Any = spec.submodules
-        attention = use_torch_attention(layer.self_attention)
-        return replace(spec, submodules=replace(layer, self_attention=attention))
+        return with_torch_attention(spec) if config.alibi else spec
 
     def change_model(self, model: nn.Module, config: Any) -> None:
         if not config.alibi:
@@ -85,8 +81,8 @@ def alibi_slopes(heads: int) -> Tensor:
     lower = 2 ** math.floor(math.log2(heads))
     powers = torch.arange(1, 1 + lower, dtype=torch.int32)
     slopes = torch.pow(torch.tensor(2.0 ** (-8.0 / lower)), powers)
-    others = torch.arange(1, 1 + 2 * (heads - lower), 2, dtype=torch.int32)
-    slopes_between = torch.pow(torch.tensor(2.0 ** (-4.0 / lower)), others)
+    every_second = torch.arange(1, 1 + 2 * (heads - lower), 2, dtype=torch.int32)
+    slopes_between = torch.pow(torch.tensor(2.0 ** (-4.0 / lower)), every_second)
     return torch.cat((slopes, slopes_between))
 
 

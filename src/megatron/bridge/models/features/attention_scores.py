@@ -2,7 +2,7 @@
 """Bounds of queries, keys and values (OLMo), and scores that shrink with the depth of a layer (GPT-2)."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from types import MethodType
 from typing import Annotated, Any
 
@@ -11,7 +11,7 @@ from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.spec_utils import ModuleSpec
 from torch import nn
 
-from megatron.bridge.backends.specs.layer_features import use_torch_attention
+from megatron.bridge.backends.specs.layer_features import with_torch_attention
 from megatron.bridge.models.features.feature import LayerFeature, differing
 from megatron.bridge.utils.config.ranges import ABOVE_ZERO
 
@@ -72,11 +72,7 @@ class ScoresByLayerFeature(LayerFeature):
         self, spec: ModuleSpec, config: Any, layer_number: int | None, provider: BackendSpecProvider
     ) -> ModuleSpec:
         """Use the attention of the torch backend, whose scale can be changed."""
-        if not config.scores_divided_by_layer:
-            return spec
-        layer: Any = spec.submodules
-        attention = use_torch_attention(layer.self_attention)
-        return replace(spec, submodules=replace(layer, self_attention=attention))
+        return with_torch_attention(spec) if config.scores_divided_by_layer else spec
 
     def change_model(self, model: nn.Module, config: Any) -> None:
         if not config.scores_divided_by_layer:

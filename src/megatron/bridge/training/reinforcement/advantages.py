@@ -68,15 +68,15 @@ def generalized_advantages(
         gamma: How much a reward counts one token earlier.
         lam: 0 trusts the values, 1 the rewards alone.
     """
-    advantages = torch.zeros_like(rewards)
     next_value = 0.0
     next_advantage = 0.0
-    for place in reversed(range(len(rewards))):
-        value = values[place].item()
-        error = rewards[place].item() + gamma * next_value - value
+    reversed_advantages: list[float] = []
+    for reward, value in zip(reversed(rewards.tolist()), reversed(values.tolist()), strict=True):
+        error = reward + gamma * next_value - value
         next_advantage = error + gamma * lam * next_advantage
         next_value = value
-        advantages[place] = next_advantage
+        reversed_advantages.append(next_advantage)
+    advantages = rewards.new_tensor(reversed_advantages[::-1])
     return advantages, advantages + values
 
 

@@ -136,37 +136,29 @@ class Rollouts(Callback):
         packed = broadcast_object(saved["generation"])
         self._steps = saved["steps"]
         self._generation = None if packed is None else unpack_generation(packed)
-        needed = run.config.train.global_batch_size * self._settings.steps_per_generation
-        if self._generation is not None and len(self._generation.rollouts) != needed:
-            print_rank_0(
-                f"note: the checkpoint has {len(self._generation.rollouts)} completions, and a generation "
-                f"of this run {needed}: they are generated again"
-            )
-            self._generation = None
-            self._steps = 0
-        if self._lacks_experts:
-            print_rank_0(
-                "note: the completions of the checkpoint have no experts, which grpo.router_replay=True "
-                "needs: they are generated again"
-            )
-            self._generation = None
-            self._steps = 0
-        has_values = (
-            self._generation is not None and self._generation.rollouts[0].values is not None
-        )
-        if self._generation is not None and has_values != (self.critic is not None):
-            print_rank_0(
-                f"note: the completions of the checkpoint have {'' if has_values else 'no '}values of a critic, "
-                f"and grpo.advantage_estimator={self._settings.advantage_estimator}: they are generated again"
-            )
+        if self._generation is None:
+            return
+        problem = self._problem_of(self._generation, run)
+        if problem is not None:
+            print_rank_0(f"note: {problem}: they are generated again")
             self._generation = None
             self._steps = 0
 
-    @property
-    def _lacks_experts(self) -> bool:
-        if self._generation is None or not self._settings.router_replay:
-            return False
-        return any(rollout.experts is None for rollout in self._generation.rollouts)
+    def _problem_of(self, generation: Generation, run: Run) -> str | None:
+        """Why the completions of a checkpoint are none that this run could train on, or None."""
+        rollouts = generation.rollouts
+        needed = run.config.train.global_batch_size * self._settings.steps_per_generation
+        if len(rollouts) != needed:
+            return f"the checkpoint has {len(rollouts)} completions, and a generation of this run {needed}"
+        if self._settings.router_replay and any(rollout.experts is None for rollout in rollouts):
+            return "the completions of the checkpoint have no experts, which grpo.router_replay=True needs"
+        has_values = rollouts[0].values is not None
+        if has_values != (self.critic is not None):
+            return (
+                f"the completions of the checkpoint have {'' if has_values else 'no '}values of a critic, "
+                f"and grpo.advantage_estimator={self._settings.advantage_estimator}"
+            )
+        return None
 
     def on_train_step_start(self, context: Run) -> None:
         if self._generation is None:

@@ -1,23 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
 """A language model behind an OpenAI-compatible server as a reward function."""
 
-import os
 import re
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from megatron.bridge.training.config.blocks.reinforcement import JudgeConfig
+from megatron.bridge.training.reinforcement.http_session import open_session
 from megatron.bridge.utils.console import print_rank_0
 from megatron.bridge.utils.errors import UserError, one_line
-
-if TYPE_CHECKING:
-    import requests
 
 KEY = "grpo.judge"
 NUMBER = re.compile(r"-?\d+(?:\.\d+)?")
 FIRST_PAUSE_SECONDS = 1.0
-RETRIED_STATUS = (408, 409, 429, 500, 502, 503, 504)
 
 
 class Judge:
@@ -38,7 +34,12 @@ class Judge:
         if "{completion}" not in settings.question:
             raise UserError(f"{KEY}.question has no {{completion}}, so the judge would not see it")
         self._settings = settings
-        self._session = _open_session(settings)
+        self._session = open_session(
+            settings.concurrency,
+            settings.api_key_variable,
+            settings.retries,  # a question changes nothing, so it may be asked twice
+            FIRST_PAUSE_SECONDS,
+        )
 
     def __call__(
         self, prompts: Sequence[Any], completions: Sequence[Any], **columns: Sequence[Any]
@@ -113,29 +114,6 @@ class Judge:
         score = float(numbers[-1])
         highest = self._settings.highest_score
         return score / highest if 0 <= score <= highest else None
-
-
-def _open_session(settings: JudgeConfig) -> "requests.Session":
-    """A session that repeats failed requests with growing pauses, for some threads."""
-    import requests  # a quarter of a second, which runs without a judge do not pay
-    from requests.adapters import HTTPAdapter
-    from urllib3.util import Retry
-
-    retry = Retry(
-        settings.retries,
-        backoff_factor=FIRST_PAUSE_SECONDS,
-        status_forcelist=RETRIED_STATUS,
-        allowed_methods=None,  # a question changes nothing, so it may be asked twice
-        raise_on_status=False,
-    )
-    adapter = HTTPAdapter(pool_maxsize=settings.concurrency, max_retries=retry)
-    session = requests.Session()
-    session.mount("http://", adapter)
-    session.mount("https://", adapter)
-    key = os.environ.get(settings.api_key_variable)
-    if key:
-        session.headers["Authorization"] = f"Bearer {key}"
-    return session
 
 
 def text_of(content: Any) -> str:

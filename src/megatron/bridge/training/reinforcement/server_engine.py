@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Completions by a server of vLLM or SGLang, which gets the weights of the run before each generation."""
 
-import os
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -17,6 +16,7 @@ from megatron.bridge.models.conversion.pretrained import export_bridge
 from megatron.bridge.training.config.blocks.reinforcement import GRPOConfig, RolloutServerConfig
 from megatron.bridge.training.generation import end_ids, open_engine, transformers_tokenizer
 from megatron.bridge.training.optim.optimizer import gathered_params
+from megatron.bridge.training.reinforcement.http_session import open_session
 from megatron.bridge.training.state import Run
 from megatron.bridge.utils.errors import UserError, one_line
 
@@ -190,7 +190,7 @@ class RolloutServer:
         import requests  # a quarter of a second, which runs without a server do not pay
 
         if self._session is None:
-            self._session = _open_session(self.settings)
+            self._session = open_session(self.settings.concurrency, self.settings.api_key_variable)
         address = str(self.settings.base_url).rstrip("/").removesuffix("/v1")
         try:
             reply = self._session.request(
@@ -218,20 +218,6 @@ def _read_sglang(reply: Json) -> Json:
         "log_probs": [log_prob for log_prob, *_ in log_probs],
         "finish_reason": about["finish_reason"]["type"],
     }
-
-
-def _open_session(settings: RolloutServerConfig) -> "requests.Session":
-    import requests
-    from requests.adapters import HTTPAdapter
-
-    session = requests.Session()
-    adapter = HTTPAdapter(pool_maxsize=settings.concurrency)
-    session.mount("http://", adapter)
-    session.mount("https://", adapter)
-    key = os.environ.get(settings.api_key_variable)
-    if key:
-        session.headers["Authorization"] = f"Bearer {key}"
-    return session
 
 
 class ServerEngine:
