@@ -7,7 +7,7 @@ Parts begin and end between rows of a parameter, so each rank keeps complete row
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import count, pairwise
+from itertools import pairwise
 from math import prod
 from typing import Any, cast
 
@@ -24,10 +24,8 @@ from torch import nn
 from torch.distributed import DeviceMesh, ProcessGroup
 
 from megatron.bridge.backends.cpu.device import has_cuda
-from megatron.bridge.backends.fsdp.sharded_rows import ParameterAttributes, RowRanges
+from megatron.bridge.backends.fsdp.sharded_rows import ParameterAttributes, RowRanges, mesh_dim_names
 from megatron.bridge.utils.errors import UserError
-
-_mesh_numbers = count()
 
 NO_SHARD = "no_shard"
 SHARD_GRADIENTS = "optim_grads"
@@ -89,10 +87,7 @@ class MegatronFSDPWrapper(core.FullyShardedDataParallel):
         expert_group = _expert_group()
         alone = _group_of_one()
         self.tp_group = alone
-        # torch treats meshes with the same ranks and names as one, even after the groups of the first are
-        # destroyed, and then gives new groups the names of old ones
-        number = next(_mesh_numbers)
-        names = (f"replicas_{number}", f"alone_{number}")
+        names = mesh_dim_names("replicas", "alone")
         mesh = _mesh(group, alone, names)
         same_ranks = _ranks(group) == _ranks(expert_group)
         expert_mesh = mesh if same_ranks else _mesh(expert_group, alone, names)
@@ -153,7 +148,7 @@ def _ranks(group: ProcessGroup) -> list[int]:
     return torch.distributed.get_process_group_ranks(group)
 
 
-def _mesh(group: ProcessGroup, alone: ProcessGroup, names: tuple[str, str]) -> DeviceMesh:
+def _mesh(group: ProcessGroup, alone: ProcessGroup, names: tuple[str, ...]) -> DeviceMesh:
     device = "cuda" if has_cuda() else "cpu"
     ranks = [[rank] for rank in _ranks(group)]
     return DeviceMesh.from_group([group, alone], device, mesh=ranks, mesh_dim_names=names)

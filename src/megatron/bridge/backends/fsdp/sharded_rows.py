@@ -8,6 +8,7 @@ by the rows of each rank, so a run with any layout can read it.
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from itertools import count
 from math import prod
 from typing import Any, cast
 
@@ -23,6 +24,8 @@ _ROW_RANGES = "fully_sharded_rows"  # the rows of each rank, in rank order
 _COMPUTE_COPY = (
     "fully_sharded_copy"  # this rank's rows of the compute weights, if they are a separate copy
 )
+
+_mesh_numbers = count()
 
 
 RowRanges = tuple[range, ...]  # the rows of a parameter that each rank keeps, in rank order
@@ -53,6 +56,16 @@ class ParameterAttributes:
         assert len(row_range(cast(DTensor, parameter))) == local_rows(parameter).shape[0], (
             "another rank's rows"
         )
+
+
+def mesh_dim_names(*dimensions: str) -> tuple[str, ...]:
+    """Return names for the dimensions of a new mesh that no other mesh of this process has.
+
+    torch takes meshes with the same ranks and names for one mesh and caches what it computed with the first. A mesh
+    would then keep the process groups of an earlier one, which may have been destroyed.
+    """
+    number = next(_mesh_numbers)
+    return tuple(f"{dimension}_{number}" for dimension in dimensions)
 
 
 def local_rows(tensor: Tensor) -> Tensor:

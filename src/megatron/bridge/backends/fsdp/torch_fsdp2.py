@@ -89,8 +89,8 @@ class TorchFSDP2Wrapper(_BaseDataParallel):
 
 
 def _mesh_of_group(group: ProcessGroup, device: str) -> DeviceMesh:
-    # torch reuses a mesh with the same ranks and names, even after its groups are destroyed
-    return DeviceMesh.from_group(group, device, mesh_dim_names=(f"replicas_{group.group_name}",))
+    names = sharded_rows.mesh_dim_names("replicas")
+    return DeviceMesh.from_group(group, device, mesh_dim_names=names)
 
 
 def _expert_modules(module: nn.Module) -> list[nn.Module]:
