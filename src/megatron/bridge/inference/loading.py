@@ -7,6 +7,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from megatron.bridge.backends.low_bit import rounded_layers
 from megatron.bridge.checkpoint import model_io, paths
 from megatron.bridge.data.media.media_rules import MediaRules, has_processor
 from megatron.bridge.data.tokenizer import load_hf_tokenizer
@@ -108,6 +109,7 @@ def load(
     chunks = provider.provide_distributed_model(
         wrap_with_ddp=False, pre_wrap_hook=source.hook, **precision
     )
+    _fix_rounded_weights(chunks, provider)
     if adapter is not None:
         attach_adapter(bridge, chunks, Path(adapter))
     names = (
@@ -141,6 +143,17 @@ def _set_head(path: str | Path, provider: Any, head: str | None, allowed: bool) 
             f"{path} has head={provider.head} and does not generate tokens: `megatron-bridge serve` and "
             "megatron.bridge.inference.pooling.PooledModel return its scores and embeddings"
         )
+
+
+def _fix_rounded_weights(chunks: Sequence[Any], provider: Any) -> None:
+    """Give a model of quantization-aware training the weights that it was trained with."""
+    if getattr(provider, "qat", None) is None:
+        return
+    for chunk in chunks:
+        rounded_layers.fix_rounded_weights(chunk)
+    console.print_rank_0(
+        f"note: weights are rounded to {provider.qat}, as in training; inputs of products are not"
+    )
 
 
 def _note_larger_tokenizer(hf: Any, provider: Any, folder: Any) -> None:

@@ -6,6 +6,7 @@ import logging
 import os
 from collections.abc import Callable, Iterable, MutableMapping
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -42,6 +43,7 @@ from megatron.bridge.training.initialize.rank_state import (
     seed_everything,
     sizes_of,
 )
+from megatron.bridge.training.initialize.rounding import check_rounded_layers
 from megatron.bridge.training.optim.optimizer import build_optimizer
 from megatron.bridge.training.optim.scheduler import build_scheduler
 from megatron.bridge.training.resiliency import fault_tolerance
@@ -258,10 +260,14 @@ def _check_existing_groups(config: ConfigContainer) -> None:
 
 def build_model(config: ConfigContainer) -> list[MegatronModule]:
     """The chunks of this rank, wrapped for data parallelism."""
+    hooks = (
+        freezing_hook(config.train.frozen, adapting_hook(config)),
+        partial(check_rounded_layers, config),
+    )
     return config.model.provide_distributed_model(
         # a copy, because Megatron-Core writes the bucket size into the config
         ddp_config=copy.copy(config.ddp),
-        pre_wrap_hook=freezing_hook(config.train.frozen, adapting_hook(config)),
+        pre_wrap_hook=[hook for hook in hooks if hook is not None],
         data_parallel_random_init=config.rng.data_parallel_random_init,
         use_torch_fsdp2=config.dist.use_torch_fsdp2,
         wrap_with_ddp=needs_wrappers(config),

@@ -24,7 +24,11 @@ from torch import nn
 from torch.distributed import DeviceMesh, ProcessGroup
 
 from megatron.bridge.backends.cpu.device import has_cuda
-from megatron.bridge.backends.fsdp.sharded_rows import ParameterAttributes, RowRanges, mesh_dim_names
+from megatron.bridge.backends.fsdp.sharded_rows import (
+    ParameterAttributes,
+    RowRanges,
+    mesh_dim_names,
+)
 from megatron.bridge.utils.errors import UserError
 
 NO_SHARD = "no_shard"

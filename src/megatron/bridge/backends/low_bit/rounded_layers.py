@@ -178,7 +178,8 @@ class _SavedWeights:
         values = parameter.detach()
         magnitudes = self._settings.magnitudes(values)
         rounded = self._settings.round_weight(values, magnitudes)
-        self._of_storage[_storage(rounded)] = (values, magnitudes)
+        # the parameter itself: fully sharded parallelism frees its memory and gathers it again
+        self._of_storage[_storage(rounded)] = (parameter, magnitudes)
         return cast(Tensor, _PassGradients.apply(parameter, rounded))
 
     def pack(self, tensor: Tensor) -> "Tensor | _RoundAgain":
@@ -191,7 +192,7 @@ class _SavedWeights:
     def unpack(self, kept: "Tensor | _RoundAgain") -> Tensor:
         if isinstance(kept, Tensor):
             return kept
-        rounded = self._settings.round_weight(kept.parameter, kept.magnitudes)
+        rounded = self._settings.round_weight(kept.parameter.detach(), kept.magnitudes)
         return rounded.as_strided(kept.size, kept.stride, kept.offset)
 
     def forget_storages(self) -> None:
@@ -214,4 +215,3 @@ def row_order_of_heads(rows: int, groups: int, width: int) -> Tensor:
     indices = torch.arange(rows).view(groups, -1, width)
     parts = (indices[:, :-2], indices[:, -2], indices[:, -1])
     return torch.cat([part.flatten() for part in parts])
-

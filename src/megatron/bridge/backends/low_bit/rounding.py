@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Round weights and activations to the numbers that the formats of ``export --quantize`` can hold.
 
-Quantization-aware training computes with these numbers. They are exactly the ones that an export stores
-(``models/hf_pretrained/quantized_tensors.py`` writes and reads the codes): tests compare both bit by bit. Here nothing is
-packed, everything runs on the tensor's own device, and the magnitudes that scales depend on are computed first, because
-they may have to be exchanged with the ranks that hold the rest of a matrix.
+Quantization-aware training computes with these numbers. They are exactly the ones that an export stores, whose codes
+``models/hf_pretrained/quantized_tensors.py`` writes and reads: tests compare both bit by bit. Here nothing is packed,
+everything runs on the tensor's own device, and the magnitudes that scales depend on are computed first, because they may
+have to be exchanged with the ranks that hold the rest of a matrix.
 """
 
 from collections.abc import Callable

@@ -381,7 +381,8 @@ def add_quantization(parser: argparse.ArgumentParser) -> None:
         help=(
             "write matrices of attention, MLPs and experts as fp8-block, fp8-tensor, mxfp8, mxfp4, "
             "nvfp4, int4, int4-awq or int8; source: what was not trained bitwise as --hf-model "
-            "stores it, the rest in its format (default: weights in full)"
+            "stores it, the rest in its format; trained: what model.qat rounded, in its format "
+            "(default: weights in full)"
         ),
     )
     parser.add_argument(

@@ -359,7 +359,8 @@ class AutoBridge(BridgedCheckpoint, AdapterCalls):
             overwrite: replace the weights that an earlier save wrote to ``path``; other weights are refused.
             quantize: write matrices of attention, MLPs and experts in this format: ``fp8-block``, ``fp8-tensor``,
                 ``mxfp8``, ``mxfp4``, ``nvfp4``, ``int4``, ``int4-awq``, ``int8``; ``source`` writes what was not
-                trained bitwise as in a quantized source, and the rest in its format. None writes weights in full.
+                trained bitwise as in a quantized source, and the rest in its format; ``trained`` writes what
+                ``model.qat`` rounded, in its format. None writes weights in full.
             group_size: how many neighbors share a scale, for ``fp8-block``, ``int4`` and ``int4-awq``.
             keep_high: patterns of Hugging Face names that stay in full.
 
@@ -521,7 +522,8 @@ class AutoBridge(BridgedCheckpoint, AdapterCalls):
             weight_dtype: dtype of floating-point tensors; None keeps the source's dtypes.
             quantize: write matrices of attention, MLPs and experts in this format: ``fp8-block``, ``fp8-tensor``,
                 ``mxfp8``, ``mxfp4``, ``nvfp4``, ``int4``, ``int4-awq``, ``int8``; ``source`` writes what was not
-                trained bitwise as in a quantized source, and the rest in its format. None writes weights in full.
+                trained bitwise as in a quantized source, and the rest in its format; ``trained`` writes what
+                ``model.qat`` rounded, in its format. None writes weights in full.
             group_size: how many neighbors share a scale, for ``fp8-block``, ``int4`` and ``int4-awq``.
             keep_high: patterns of Hugging Face names that stay in full.
         """

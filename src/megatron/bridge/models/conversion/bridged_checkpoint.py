@@ -22,7 +22,7 @@ from megatron.bridge.models.conversion.engine import (
 )
 from megatron.bridge.models.conversion.engine.export import SaveOptions
 from megatron.bridge.models.conversion.engine.plan import ConversionPlan, build_plan
-from megatron.bridge.models.conversion.engine.quantize import Quantization
+from megatron.bridge.models.conversion.engine.quantize import AS_TRAINED, Quantization
 from megatron.bridge.models.conversion.engine.streaming import StoredModel
 from megatron.bridge.models.conversion.mappings import patterns
 from megatron.bridge.models.conversion.model_bridge import (
@@ -142,7 +142,10 @@ class BridgedCheckpoint:
         source = self._export_source(model, source_path)
         if quantization is not None:
             model_type = getattr(self.hf_config, "model_type", None)
-            options = replace(options, quantizer=quantization.quantizer(source, model_type))
+            provider = stored_provider.provider_of(model)
+            quantizer = quantization.quantizer(source, model_type, provider)
+            options = replace(options, quantizer=quantizer)
+        self._note_trained_format(model, quantization)
         if source is None and isinstance(pretrained, PreTrainedCausalLM):
             options = replace(options, declared=pretrained.declared_dtype)
         with side_files.published(path, overwrite) as staging:
@@ -166,6 +169,17 @@ class BridgedCheckpoint:
         note = side_files.precision_note(pretrained, options.quantizer)
         if show_progress:
             console.console().print(f"Hugging Face model: {path}{note}")
+
+    def _note_trained_format(self, chunks: Chunks, quantization: Quantization | None) -> None:
+        """Say that a model is written in another format than it was trained for."""
+        trained_for = getattr(stored_provider.provider_of(chunks), "qat", None)
+        if trained_for is None or (quantization is not None and quantization.name == AS_TRAINED):
+            return
+        written = "in full" if quantization is None else f"as {quantization.name}"
+        self._notes.add(
+            f"the model was trained with model.qat={trained_for!r} and is written {written}: --quantize trained writes "
+            "the weights that it was trained with"
+        )
 
     def _note_rounding(self, chunks: Chunks, source_path: str | Path | None) -> None:
         """Say that weights of an fp32 run are rounded, if the source is in half precision."""

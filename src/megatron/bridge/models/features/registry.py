@@ -41,6 +41,10 @@ from megatron.bridge.models.features.per_layer_inputs import (
     PerLayerInputFeature,
     PerLayerInputFields,
 )
+from megatron.bridge.models.features.quantization_aware import (
+    QuantizationAwareFeature,
+    QuantizationAwareFields,
+)
 from megatron.bridge.models.features.routing import RoutingFeature, RoutingFields
 from megatron.bridge.models.features.short_conv import ShortConvFeature, ShortConvFields
 from megatron.bridge.models.features.sinks import SinkFeature
@@ -65,6 +69,7 @@ class FeatureFields(
     LayerScaleFields,
     PerLayerInputFields,
     KVSharingFields,
+    QuantizationAwareFields,
 ):
     """The settings of all features. A dataclass has the fields of its last base first, and so has a YAML file."""
 
@@ -94,6 +99,7 @@ FEATURES: list[LayerFeature] = [
     PaddingFeature(),  # hides logits of padding after they were scaled
     PaddingTokenFeature(),
     HostActivationsFeature(),
+    QuantizationAwareFeature(),
     HeadFeature(),  # replaces the output layer with all that was added to it
 ]
 """All features, in the order in which they change layer specs and models."""

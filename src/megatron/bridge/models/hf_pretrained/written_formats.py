@@ -286,7 +286,8 @@ def written_format(name: str) -> WrittenFormat:
     """Return the format called ``name``."""
     if name not in WRITTEN_FORMATS:
         raise UserError(
-            f"quantize={name!r} is not one of {', '.join(WRITTEN_FORMATS)} or source: use one of them"
+            f"quantize={name!r} is not one of {', '.join(WRITTEN_FORMATS)}, source or trained: use one of "
+            "them"
         )
     return WRITTEN_FORMATS[name]
 

@@ -7,7 +7,7 @@ and scales. Only one tensor at a time is quantized, by the rank that writes it.
 
 import re
 import threading
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatch
 from typing import Any, Protocol
@@ -16,6 +16,8 @@ import torch
 from torch import Tensor
 
 from megatron.bridge.models.conversion.engine.plan import ConversionPlan, WeightConversionTask
+from megatron.bridge.models.conversion.mappings.base import MegatronParamMapping
+from megatron.bridge.models.features.quantization_aware import is_rounded
 from megatron.bridge.models.hf_pretrained.quantized_checkpoint import QuantizedCheckpoint
 from megatron.bridge.models.hf_pretrained.safetensors_files import SafetensorsCheckpoint
 from megatron.bridge.models.hf_pretrained.written_formats import (
@@ -29,6 +31,7 @@ from megatron.bridge.utils import distributed
 from megatron.bridge.utils.errors import UserError, did_you_mean
 
 AS_SOURCE = "source"
+AS_TRAINED = "trained"
 Specs = dict[str, tuple[torch.dtype, tuple[int, ...]]]  # dtypes and shapes of tensors by name
 
 # matrices of attention, MLPs and experts; not embeddings, routers, heads, recurrent mixers and towers
@@ -72,6 +75,8 @@ class ToFormat:
         group_size: how many neighbors share a scale; None takes the format's.
         keep_high: patterns of Hugging Face names that stay in full, besides embeddings, routers, heads and norms.
         model_type: ``model_type`` of the Hugging Face config.
+        is_rounded: whether training rounded a Megatron parameter, given by name: these are quantized, and no others.
+            None quantizes all that the format can hold.
     """
 
     def __init__(
@@ -80,10 +85,9 @@ class ToFormat:
         group_size: int | None = None,
         keep_high: Sequence[str] = (),
         model_type: str | None = None,
+        is_rounded: Callable[[str], bool] | None = None,
     ) -> None:
-        row = written_format(name)
-        if name == "mxfp4" and model_type == "gpt_oss":
-            row = MXFP4_EXPERTS
+        row = format_for(name, model_type)
         if group_size is not None and (row.group_size is None or group_size < 1):
             raise UserError(
                 f"group_size={group_size} cannot be used with quantize={name!r}: "
@@ -93,6 +97,7 @@ class ToFormat:
         self._row: WrittenFormat = row
         self._size = group_size or row.group_size or 0
         self._keep_high = tuple(keep_high)
+        self._is_rounded = is_rounded
         self._outlines: dict[str, Outline] = {}
         self._modules_in_full: list[str] = []
 
@@ -109,15 +114,10 @@ class ToFormat:
         """Return the tensors to store for ``exported``, in its order."""
         self._check_patterns(exported)
         self._outlines = {}
-        stacked_only = self._row is MXFP4_EXPERTS
         for task in plan.tasks:
-            if task.is_copy or not _QUANTIZED.search(task.global_param_name):
-                continue
-            for name in task.mapping.hf_names:
-                dtype, shape = exported.get(name, (torch.bfloat16, ()))
-                is_matrix = len(shape) == 2 and not task.mapping.transposed and not stacked_only
-                if (is_matrix or task.mapping.is_stacked) and not self._stays_in_full(name):
-                    self._outlines[name] = outline(self._row, name, shape, dtype, self._size)
+            if self._is_quantized(task):
+                for name in task.mapping.hf_names:
+                    self._add_outline(task, name, exported)
         if not self._outlines:
             raise UserError(
                 f"quantize={self.name!r} finds no matrix to quantize: every one is kept in full or stored transposed"
@@ -131,6 +131,24 @@ class ToFormat:
             else:
                 stored[name] = spec
         return stored
+
+    def _is_quantized(self, task: WeightConversionTask) -> bool:
+        """Whether a task's matrices are to be quantized."""
+        if task.is_copy or not _QUANTIZED.search(task.global_param_name):
+            return False
+        return self._is_rounded is None or self._is_rounded(task.global_param_name)
+
+    def _add_outline(self, task: WeightConversionTask, name: str, exported: Specs) -> None:
+        """Note how a tensor of a task will be stored, if the format can hold it."""
+        dtype, shape = exported.get(name, (torch.bfloat16, ()))
+        is_matrix = len(shape) == 2 and can_hold(self._row, task.mapping)
+        if (is_matrix or task.mapping.is_stacked) and not self._stays_in_full(name):
+            self._outlines[name] = outline(self._row, name, shape, dtype, self._size)
+        elif self._is_rounded is not None:
+            raise UserError(
+                f"{name} was trained with model.qat={self.name!r}, in which it cannot be stored: name a format with "
+                "--quantize, or train with model.qat_keep_high for this layer"
+            )
 
     def covers(self, task: WeightConversionTask) -> bool:
         """Whether some of a task's tensors are stored quantized, after ``layout``."""
@@ -275,7 +293,7 @@ class Quantization:
     """What a caller of an export asks for.
 
     Args:
-        name: one of ``WRITTEN_FORMATS``, or ``source``.
+        name: one of ``WRITTEN_FORMATS``, ``source``, or ``trained`` for what ``model.qat`` was.
         group_size: how many neighbors share a scale; None takes the format's.
         keep_high: patterns of Hugging Face names that stay in full, besides embeddings, routers, heads and norms.
     """
@@ -289,7 +307,7 @@ class Quantization:
         cls, name: str | None, group_size: int | None, keep_high: Sequence[str]
     ) -> "Quantization | None":
         """Return what the keywords of ``AutoBridge`` ask for; refuse those that have no effect."""
-        if name is None or name == AS_SOURCE:
+        if name in (None, AS_SOURCE, AS_TRAINED):
             for option, value in (("group_size", group_size), ("keep_high", keep_high)):
                 if value:
                     raise UserError(
@@ -297,22 +315,53 @@ class Quantization:
                     )
         if name is None:
             return None
-        if name != AS_SOURCE:
+        if name not in (AS_SOURCE, AS_TRAINED):
             ToFormat(name, group_size, keep_high)  # refuses wrong values now
         return cls(name, group_size, tuple(keep_high))
 
     def quantizer(
-        self, source: SafetensorsCheckpoint | None, model_type: str | None
+        self, source: SafetensorsCheckpoint | None, model_type: str | None, provider: Any
     ) -> "ToFormat | AsSource":
         """Return what quantizes the weights of one export.
 
         Args:
             source: the weights that the export imitates.
             model_type: ``model_type`` of the Hugging Face config.
+            provider: that of the model.
         """
         if self.name == AS_SOURCE:
             return AsSource(source)
+        if self.name == AS_TRAINED:
+            return _as_trained(provider, model_type)
         return ToFormat(self.name, self.group_size, self.keep_high, model_type)
+
+
+def format_for(name: str, model_type: str | None) -> WrittenFormat:
+    """Return how a format is written for models of ``model_type``."""
+    row = written_format(name)
+    return MXFP4_EXPERTS if name == "mxfp4" and model_type == "gpt_oss" else row
+
+
+def can_hold(row: WrittenFormat, mapping: MegatronParamMapping) -> bool:
+    """Return whether a format can hold the matrices of a parameter with this mapping."""
+    if row is MXFP4_EXPERTS or mapping.is_stacked:
+        return mapping.is_stacked and row.stacked_as is not None
+    return not mapping.transposed
+
+
+def _as_trained(provider: Any, model_type: str | None) -> ToFormat:
+    """Return what stores the matrices that training rounded, in the format that it rounded them to."""
+    trained_for: str | None = getattr(provider, "qat", None)
+    if trained_for is None:
+        raise UserError(
+            "quantize='trained' is for a model that was trained with model.qat, and this one was not: name a format"
+        )
+    return ToFormat(
+        trained_for,
+        provider.qat_group_size,
+        model_type=model_type,
+        is_rounded=lambda name: is_rounded(name, provider),
+    )
 
 
 def _modules_of_matrices(exported: Specs, quantized: Iterable[str]) -> list[str]:

@@ -476,6 +476,17 @@ REQUIREMENTS = [
         ),
     ),
     Requirement(
+        On("model.qat"),
+        needs=[Equals("peft", None)],
+        remedy="leave one out; peft.base_precision trains adapters over a base in low precision",
+    ),
+    # its engine generates with the layers that train, and packs their weights
+    Requirement(
+        On("model.qat"),
+        needs=[Equals("grpo", None)],
+        remedy="leave it out, train with it before or after",
+    ),
+    Requirement(
         On("nvrx_straggler"),
         needs=[
             AnyOf(
