@@ -3,8 +3,8 @@
 
 Quantization-aware training computes with these numbers. They are exactly the ones that an export stores, whose codes
 ``models/hf_pretrained/quantized_tensors.py`` writes and reads: tests compare both bit by bit. Here nothing is packed,
-everything runs on the tensor's own device, and the magnitudes that scales depend on are computed first, because they may
-have to be exchanged with the ranks that hold the rest of a matrix.
+everything runs on the tensor's own device, and the magnitudes that scales depend on are computed first, because ranks
+that hold parts of a matrix may have to exchange them.
 """
 
 from collections.abc import Callable

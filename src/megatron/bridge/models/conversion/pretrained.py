@@ -42,7 +42,8 @@ def tokenizer_of(name: str | Path) -> str | None:
         return str(name)
     if is_megatron_checkpoint(name):
         saved_tokenizer = model_io.tokenizer_dir(name)
-        if saved_tokenizer is not None:
+        # a model without a tokenizer leaves its other files there
+        if saved_tokenizer is not None and hub.has_tokenizer(saved_tokenizer):
             return str(saved_tokenizer)
         if not (paths.resolve(name) / paths.RUN_CONFIG).is_file():
             return None
