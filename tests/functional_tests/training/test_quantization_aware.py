@@ -17,6 +17,7 @@ from megatron.bridge.training.config import (
     SchedulerConfig,
 )
 from tests import parity
+from tests.functional_tests.checkpoint.runs import run_to
 from tests.toy_run import SEQUENCE, first_weight, run_toy, save_llama, whole_weights
 
 SIZES = {"fp8-block": 8, "int4": 16, "int4-awq": 16}
@@ -155,6 +156,14 @@ def test_ranks_round_as_one_process(two_workers, run_in_process, name):
     assert figures.losses < 1e-6
     assert figures.grad_norms < 1e-6
     assert figures.weights < 1e-6
+
+
+def test_a_resumed_run_is_the_undisturbed_one(run_in_process, tmp_path):
+    arguments = {"model": qat("int8", qat_inputs=True, hidden_dropout=0.1)}
+    undisturbed = run_to(None, 4, arguments)
+    run_to(tmp_path, 2, arguments)
+    resumed = run_to(tmp_path, 4, arguments)
+    assert resumed == undisturbed
 
 
 def test_data_parallel_ranks_round_inputs_as_one_process(two_workers, run_in_process):

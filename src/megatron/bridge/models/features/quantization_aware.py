@@ -47,7 +47,7 @@ class QuantizationAwareFields:
 
 class QuantizationAwareFeature(LayerFeature):
     switches = {"qat": None}
-    needs = {"qat_group_size": "qat", "qat_keep_high": "qat"}
+    needs = {"qat_group_size": "qat", "qat_keep_high": "qat", "qat_inputs": "qat"}
     pricing = {"qat": "unpriced", "qat_*": "numbers"}
 
     def check(self, config: Any) -> Iterator[str]:
