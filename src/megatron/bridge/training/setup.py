@@ -21,6 +21,7 @@ from megatron.bridge.backends.cpu import allocator
 from megatron.bridge.backends.cpu.device import has_cuda
 from megatron.bridge.backends.hardware import user_buffers
 from megatron.bridge.data.config import DatasetConfig
+from megatron.bridge.backends.attention.shared_sequences import follow_groups_of_rows
 from megatron.bridge.data.loaders import DataIterator, Iterators, build_iterators
 from megatron.bridge.data.media.processor_files import chat_template
 from megatron.bridge.data.records.chat_template import template_text
@@ -31,6 +32,7 @@ from megatron.bridge.training.callbacks.defaults import default_callbacks
 from megatron.bridge.training.checkpointing.save_load import find_starting_point, load_run
 from megatron.bridge.training.config import ConfigContainer, Resolved
 from megatron.bridge.training.config.batch_size import EvaluationBatch, evaluation_batch, samples_of
+from megatron.bridge.training.config.resolve.context_sharing import context_sharing
 from megatron.bridge.training.config.resolve.data import tuning_parts, validation_sets
 from megatron.bridge.training.config.rules import VOCABULARY_RULES, violations
 from megatron.bridge.training.evaluation import iterators_per_chunk
@@ -258,7 +260,7 @@ def _check_existing_groups(config: ConfigContainer) -> None:
 
 def build_model(config: ConfigContainer) -> list[MegatronModule]:
     """The chunks of this rank, wrapped for data parallelism."""
-    return config.model.provide_distributed_model(
+    model = config.model.provide_distributed_model(
         # a copy, because Megatron-Core writes the bucket size into the config
         ddp_config=copy.copy(config.ddp),
         pre_wrap_hook=freezing_hook(config.train.frozen, adapting_hook(config)),
@@ -266,6 +268,9 @@ def build_model(config: ConfigContainer) -> list[MegatronModule]:
         use_torch_fsdp2=config.dist.use_torch_fsdp2,
         wrap_with_ddp=needs_wrappers(config),
     )
+    if config.model.hybrid_context_parallel:
+        follow_groups_of_rows(model)
+    return model
 
 
 def needs_wrappers(config: ConfigContainer) -> bool:
@@ -329,6 +334,7 @@ def build_data(
             image_share=share,
             vocab_size=config.model.vocab_size,
             balance=config.train.rampup_batch_size is None,
+            sharing=context_sharing(config),
         )
 
     train = config.train
