@@ -2,8 +2,9 @@
 """Packed rows that each have a context-parallel group of their own (``model.hybrid_context_parallel``).
 
 Core attention takes the group of a row from its ``PackedSeqParams``. Megatron-Core's attention layers take that of
-their rotary embedding from the layer, so the layer gets the row's group while it computes. Recomputation calls the
-layer again with the arguments of the row, so it has the same group then.
+their rotary embedding from themselves, and latent attention asks its config whether there is one. So a layer gets the
+row's group and its size while it computes. Recomputation of layers calls them again with the arguments of the row, so
+they have the same group then.
 """
 
 import copy
@@ -38,12 +39,14 @@ def _take_group(layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> No
     packed = kwargs.get("packed_seq_params")
     if packed is None or packed.cp_group is None:
         return
-    layer.groups_of_run = layer.pg_collection
+    layer.of_run = (layer.pg_collection, layer.config)
     layer.pg_collection = copy.copy(layer.pg_collection)
     layer.pg_collection.cp = packed.cp_group
+    layer.config = copy.copy(layer.config)
+    layer.config.context_parallel_size = packed.cp_group.size()
 
 
 def _return_group(layer: Any, *_: Any) -> None:
-    groups = layer.__dict__.pop("groups_of_run", None)
-    if groups is not None:
-        layer.pg_collection = groups
+    of_run = layer.__dict__.pop("of_run", None)
+    if of_run is not None:
+        layer.pg_collection, layer.config = of_run

@@ -24,11 +24,13 @@ class ContextSharing:
         tokens_per_rank: The most tokens of a microbatch that one rank holds.
         linear_work: Work of a token besides attention, in units of the work of attending to one token.
         multiple: Each rank's part of a sample is padded to a multiple of this.
+        microbatch_multiple: The number of microbatches is a multiple of this, for interleaved pipeline stages.
     """
 
     tokens_per_rank: int
     linear_work: int
     multiple: int = 1
+    microbatch_multiple: int = 1
 
     def padded(self, lengths: np.ndarray, ranks: int) -> np.ndarray:
         """Lengths of samples that ``ranks`` ranks share, each of which holds one early and one late chunk."""
@@ -49,6 +51,7 @@ class PlannedMicrobatch(NamedTuple):
     """How many neighboring ranks share it."""
 
 
+IDLE = PlannedMicrobatch(())
 Plan = list[list[PlannedMicrobatch]]
 """The microbatches of each rank."""
 
@@ -56,6 +59,17 @@ Plan = list[list[PlannedMicrobatch]]
 def sample_multiple(multiple: int, ranks: int) -> int:
     """The divisor of the length of a sample that ``ranks`` ranks share."""
     return multiple if ranks == 1 else 2 * ranks * multiple
+
+
+def smallest_group(tokens: int, tokens_per_rank: int) -> int:
+    """The smallest power of two of ranks that hold so many tokens.
+
+    Example:
+        >>> smallest_group(50_000, 16_384)
+        4
+    """
+    parts = -(-tokens // tokens_per_rank)
+    return 1 << (parts - 1).bit_length()
 
 
 def plan_batch(lengths: Sequence[int] | np.ndarray, ranks: int, sharing: ContextSharing) -> Plan:
@@ -77,10 +91,10 @@ def plan_batch(lengths: Sequence[int] | np.ndarray, ranks: int, sharing: Context
     assert sizes.max() <= ranks * sharing.tokens_per_rank, "a sample does not fit"
     shares = _ranks_of_samples(sizes, ranks, sharing)
     held = _samples_of_groups(sizes, shares, ranks, sharing)
-    rows = {
-        group: _pack_rows(samples, sizes, group[1], sharing) for group, samples in held.items()
-    }
-    return _in_step(rows, 0, ranks)
+    rows = {group: _pack_rows(samples, sizes, group[1], sharing) for group, samples in held.items()}
+    plan = _in_step(rows, 0, ranks)
+    missing = -len(plan[0]) % sharing.microbatch_multiple
+    return [[*microbatches, *[IDLE] * missing] for microbatches in plan]
 
 
 def _ranks_of_samples(sizes: np.ndarray, ranks: int, sharing: ContextSharing) -> np.ndarray:
@@ -136,5 +150,4 @@ def _in_step(
     half = size // 2
     parts = _in_step(rows, first, half) + _in_step(rows, first + half, half)
     length = max(map(len, parts))
-    idle = PlannedMicrobatch(())
-    return [[*shared, *part, *[idle] * (length - len(part))] for part in parts]
+    return [[*shared, *part, *[IDLE] * (length - len(part))] for part in parts]

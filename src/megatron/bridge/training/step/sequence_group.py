@@ -30,9 +30,7 @@ def own_schedule(model: Sequence[MegatronModule]) -> AbstractContextManager[None
     return patched(get_model_config(model[0]), hybrid_context_parallel=False)
 
 
-def microbatches_of_step(
-    batches: BatchIterator, expected: int
-) -> tuple[BatchIterator, int]:
+def microbatches_of_step(batches: BatchIterator, expected: int) -> tuple[BatchIterator, int]:
     """The same microbatches, and how many of them the next step has.
 
     Args:

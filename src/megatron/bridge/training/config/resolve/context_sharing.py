@@ -3,7 +3,8 @@
 
 import math
 
-from megatron.bridge.data.finetuning.context_plan import ContextSharing
+from megatron.bridge.data.finetuning.context_plan import ContextSharing, smallest_group
+from megatron.bridge.models.gpt_provider import GPTModelProvider
 from megatron.bridge.training.config.resolve.data import tuning_parts
 from megatron.bridge.training.config.run_config import RunConfig
 
@@ -25,7 +26,24 @@ def context_sharing(config: RunConfig) -> ContextSharing | None:
         tokens_per_rank=model.max_seqlen_per_dp_cp_rank,
         linear_work=LINEAR_WORK * model.hidden_size,
         multiple=part_multiple(config),
+        microbatch_multiple=_microbatch_multiple(model),
     )
+
+
+def microbatch_tokens(config: RunConfig) -> int:
+    """Return the most tokens of a microbatch that one rank holds, before tensor parallelism splits them."""
+    model = config.model
+    if model.hybrid_context_parallel and model.max_seqlen_per_dp_cp_rank is not None:
+        return model.max_seqlen_per_dp_cp_rank
+    return config.train.micro_batch_size * config.dataset.seq_length // model.context_parallel_size
+
+
+def ranks_of_longest_sample(config: RunConfig) -> int:
+    """Return how many ranks share the longest sample that the data may have."""
+    model = config.model
+    if not model.hybrid_context_parallel:
+        return model.context_parallel_size
+    return smallest_group(config.dataset.seq_length, microbatch_tokens(config))
 
 
 def part_multiple(config: RunConfig) -> int:
@@ -33,3 +51,10 @@ def part_multiple(config: RunConfig) -> int:
     model = config.model
     ranks = model.tensor_model_parallel_size if model.sequence_parallel else 1
     return math.lcm(ranks, *(part.sequence_multiple for part in tuning_parts(config.dataset)))
+
+
+def _microbatch_multiple(model: GPTModelProvider) -> int:
+    """The interleaved schedule takes microbatches in groups, of one for each stage unless it is told otherwise."""
+    if model.virtual_pipeline_model_parallel_size is None:
+        return 1
+    return model.microbatch_group_size_per_vp_stage or model.pipeline_model_parallel_size

@@ -6,6 +6,7 @@ from typing import Any
 
 from megatron.bridge.backends.specs.layer_specs import resolve_backend
 from megatron.bridge.data.config import BlendedDatasetConfig, SFTDatasetConfig
+from megatron.bridge.models.features.registry import FEATURES
 from megatron.bridge.training.config.resolve.context_sharing import part_multiple
 from megatron.bridge.training.config.resolve.data import has_tower
 from megatron.bridge.training.config.rules.values import multiple_near, unmet
@@ -57,6 +58,7 @@ def sharing_samples_has_what_it_needs(config: RunConfig, world_size: int) -> Ite
         getattr(model, "hybrid_override_pattern", None)
         or model.experimental_attention_variant
         or model.mtp_num_layers
+        or any(feature.recurrent_modules and feature.is_used(model) for feature in FEATURES)
     )
     kinds = model.cp_comm_type if isinstance(model.cp_comm_type, list) else [model.cp_comm_type]
     needs = {
@@ -82,6 +84,9 @@ def sharing_samples_has_what_it_needs(config: RunConfig, world_size: int) -> Ite
         ),
         "routers without losses (moe_aux_loss_coeff=0, moe_z_loss_coeff=null), which are means of microbatches": (
             not _has_router_losses(model)
+        ),
+        "model.recompute_modules without mla_up_proj": (
+            "mla_up_proj" not in (model.recompute_modules or ())
         ),
         "train.neftune_noise_alpha=null": not config.train.neftune_noise_alpha,
     }
