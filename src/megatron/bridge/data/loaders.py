@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """From a dataset config to iterators over microbatches, at any position of a run."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import chain
 from types import MappingProxyType
@@ -45,10 +45,7 @@ __all__ = [
 Batch = dict[str, Any]
 LocatedSample = tuple[int, Batch]  # the index of a sample, and the sample
 Sampler = (
-    MegatronPretrainingSampler
-    | MegatronPretrainingBatchSampler
-    | MegatronPretrainingRandomSampler
-    | range
+    MegatronPretrainingSampler | MegatronPretrainingBatchSampler | MegatronPretrainingRandomSampler
 )
 BATCH_KEYS = ("tokens", "labels", "loss_mask", "position_ids")
 OPTIONAL_KEYS = (
@@ -98,7 +95,7 @@ class BatchIterator:
     """A ``DataIterator`` over a map-style dataset."""
 
     dataset: Any
-    make_sampler: Callable[[], Sampler]  # makes a sampler that starts at the first batch
+    make_sampler: Callable[[], Iterable[Any]]  # makes a sampler that starts at the first batch
     num_workers: int = 0  # number of worker processes that load samples
     read_ahead: bool = False
     """Without workers, a thread makes the next batch while this one is used. The dataset must then not use anything

@@ -58,6 +58,9 @@ def forward_step(
     return output, partial(masked_loss, batch["loss_mask"])
 
 
+forward_step.takes_shared_samples = True  # type: ignore[attr-defined]
+
+
 def next_batch(data_iterator: Iterator[dict[str, Any]]) -> dict[str, Any]:
     """The next microbatch on this rank's device; with context parallelism, this rank's part of each sequence.
 
@@ -118,7 +121,7 @@ def packed_parameters(batch: dict[str, Any]) -> PackedSeqParams:
     bounds = batch["cu_seqlens"]
     longest = batch["max_seqlen"]
     # of this row alone; without it, layers take the context-parallel group of the run
-    group = group_of_sequences(batch) if batch.get("cp_size", 1) > 1 else None
+    group: Any = group_of_sequences(batch) if batch.get("cp_size", 1) > 1 else None
     return PackedSeqParams(
         qkv_format="thd",
         cu_seqlens_q=bounds,

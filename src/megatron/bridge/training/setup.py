@@ -17,11 +17,11 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 from megatron.core.utils import get_model_config
 
+from megatron.bridge.backends.attention.shared_sequences import follow_groups_of_rows
 from megatron.bridge.backends.cpu import allocator
 from megatron.bridge.backends.cpu.device import has_cuda
 from megatron.bridge.backends.hardware import user_buffers
 from megatron.bridge.data.config import DatasetConfig
-from megatron.bridge.backends.attention.shared_sequences import follow_groups_of_rows
 from megatron.bridge.data.loaders import DataIterator, Iterators, build_iterators
 from megatron.bridge.data.media.processor_files import chat_template
 from megatron.bridge.data.records.chat_template import template_text
@@ -197,6 +197,12 @@ def check_forward_step(step: Callable[..., Any], config: ConfigContainer) -> Non
         raise UserError(
             "grpo is set, but pretrain and finetune train without rewards: use `--mode grpo` or "
             "megatron.bridge.training.grpo.grpo, or unset grpo"
+        )
+    if config.model.hybrid_context_parallel and not getattr(step, "takes_shared_samples", False):
+        raise UserError(
+            "model.hybrid_context_parallel=True needs a forward step that splits each microbatch among the ranks that "
+            "share it: use gpt_step, or one that calls its next_batch and packed_parameters, and give that the "
+            "attribute takes_shared_samples=True"
         )
     if config.model.head is None and getattr(step, "has_losses_of_heads", False):
         raise UserError(
