@@ -30,6 +30,7 @@ COMMANDS = (
     "lora_gpu.py --shape qwen3-8b --data packed",
     "preprocessing.py",
     "packing.py",
+    "shared_samples.py",
     "mistakes.py",
 )
 

@@ -108,6 +108,12 @@ CHANGES = {
     "model.moe_latent_size": ("qwen3_moe", {}, 64),
     "model.moe_router_topk": ("qwen3_moe", {}, 4),
     "model.cp_comm_type": ("llama", {"context_parallel_size": 2}, "a2a"),
+    "model.hybrid_context_parallel": ("llama", {"max_seqlen_per_dp_cp_rank": 64}, True),
+    "model.max_seqlen_per_dp_cp_rank": (
+        "llama",
+        {"hybrid_context_parallel": True, "max_seqlen_per_dp_cp_rank": 128},
+        64,
+    ),
     "model.vocab_size": ("llama", {}, 2048),
     "model.position_embedding_type": ("llama", {}, "none"),
     "model.share_embeddings_and_output_weights": ("llama", {}, True),

@@ -573,9 +573,44 @@ CASES = {
         ],
     ),
     "unavailable_settings_are_unset": (
-        {"tensor_inspect": 1, "model.hybrid_context_parallel": True},
+        {"tensor_inspect": 1, "model.moe_per_layer_logging": True},
         1,
-        ["tensor_inspect=1: not available", "model.hybrid_context_parallel=True: not available"],
+        ["tensor_inspect=1: not available", "model.moe_per_layer_logging=True: not available"],
+    ),
+    "shared_samples_fit_the_ranks": (
+        {
+            "model.hybrid_context_parallel": True,
+            "model.max_seqlen_per_dp_cp_rank": 5,
+            "dataset": packed(),
+        },
+        3,
+        [
+            "hybrid_context_parallel=True with data parallel size 3",
+            "a power of two",
+            "model.max_seqlen_per_dp_cp_rank=5 must be a multiple of 2",
+            "use 4 or 6",
+            "max_seqlen_per_dp_cp_rank=5 on 3 data-parallel ranks holds 15 tokens",
+            "less than dataset.seq_length=32",
+        ],
+    ),
+    "sharing_samples_has_what_it_needs": (
+        {
+            "model.hybrid_context_parallel": True,
+            "model.max_seqlen_per_dp_cp_rank": 16,
+            "model.mtp_num_layers": 1,
+            "model.num_moe_experts": 2,
+            "model.moe_aux_loss_coeff": 0.01,
+            "model.cp_comm_type": "a2a",
+        },
+        2,
+        [
+            "records in packed rows (dataset.packed_sequence_specs)",
+            "train.micro_batch_size=1",
+            "model.cp_comm_type=all_gather or p2p",
+            "attention in all layers (no Mamba, linear or sparse attention, no mtp_num_layers)",
+            "routers without losses (moe_aux_loss_coeff=0",
+            "or switch it off",
+        ],
     ),
     "hierarchical_cp_has_two_levels": (
         {"model.hierarchical_context_parallel_sizes": [3, 2], CP: 4},

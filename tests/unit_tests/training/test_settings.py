@@ -21,7 +21,7 @@ CONFIG = llama32_1b_pretrain_config()
 ALWAYS_READ = {
     "model": """
 tensor_model_parallel_size pipeline_model_parallel_size virtual_pipeline_model_parallel_size sequence_parallel
-context_parallel_size hierarchical_context_parallel_sizes expert_model_parallel_size
+context_parallel_size hierarchical_context_parallel_sizes hybrid_context_parallel expert_model_parallel_size
 perform_initialization use_cpu_initialization fp16 bf16 params_dtype timers
 finalize_model_grads_func grad_scale_func no_sync_func grad_sync_func param_sync_func deterministic_mode
 enable_autocast autocast_dtype gradient_accumulation_fusion tp_comm_overlap cross_entropy_loss_fusion

@@ -12,6 +12,10 @@ from megatron.bridge.backends.cpu.device import has_cuda
 from megatron.bridge.backends.specs.layer_specs import resolve_backend
 from megatron.bridge.models.model_provider import ModelProvider
 from megatron.bridge.training.config import ConfigContainer
+from megatron.bridge.training.config.resolve.context_sharing import (
+    microbatch_tokens,
+    ranks_of_longest_sample,
+)
 
 _FP32 = 4  # bytes
 
@@ -65,8 +69,7 @@ def sizes_of(config: ConfigContainer) -> ActivationSizes:
     """Return the sizes of a rank; ``config`` is validated."""
     model = config.model
     tensor_ranks = model.tensor_model_parallel_size
-    row_tokens = config.train.micro_batch_size * config.dataset.seq_length
-    tokens = row_tokens // model.context_parallel_size
+    tokens = microbatch_tokens(config)
     sp_tokens = tokens // tensor_ranks if model.sequence_parallel else tokens
     bytes_per_element = 2 if model.bf16 or model.fp16 else _FP32
     local_experts = (model.num_moe_experts or 1) // model.expert_model_parallel_size
@@ -96,7 +99,7 @@ def sizes_of(config: ConfigContainer) -> ActivationSizes:
         has_dropout_masks=model.hidden_dropout > 0,
         scores_per_tile=_scores_of_tile(config, tokens),
         copied_outputs=_layers_copied_for_rotation(model),
-        kv_ranks=model.context_parallel_size if gathers_keys else 1,
+        kv_ranks=ranks_of_longest_sample(config) if gathers_keys else 1,
         passes_keys=_has_ring(model),
         recomputed_modules=_selectively_recomputed(model),
     )
@@ -123,7 +126,8 @@ def _is_quantized(model: Any) -> bool:
 def _has_ring(model: Any) -> bool:
     kinds = model.cp_comm_type
     is_ring = any(kind in RING_KINDS for kind in (kinds if isinstance(kinds, list) else [kinds]))
-    return model.context_parallel_size > 1 and is_ring and not _uses_engine(model)
+    splits = model.context_parallel_size > 1 or model.hybrid_context_parallel
+    return splits and is_ring and not _uses_engine(model)
 
 
 def _scores_of_tile(config: ConfigContainer, tokens: int) -> int:

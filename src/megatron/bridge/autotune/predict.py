@@ -17,6 +17,7 @@ from megatron.bridge.autotune.time.schedule import pipeline_of
 from megatron.bridge.autotune.time.step import Chunk, Plan, Prediction, StepSettings, predict_step
 from megatron.bridge.autotune.time.work import LayerSettings, LayerShape, operations_per_token
 from megatron.bridge.training.config import ConfigContainer
+from megatron.bridge.training.config.resolve.context_sharing import microbatch_tokens
 from megatron.bridge.training.config.resolve.precision import without_quantization
 
 # Fraction of a layer's forward time in norms and in the activations of experts, by which selective recomputation
@@ -102,11 +103,10 @@ def setting_of(config: ConfigContainer, world_size: int) -> StepSettings:
 
 def run_of(config: ConfigContainer) -> LayerSettings:
     model = config.model
-    train = config.train
     experts = model.num_moe_experts or 0
     kind = model.cp_comm_type
     return LayerSettings(
-        tokens=train.micro_batch_size * config.dataset.seq_length // model.context_parallel_size,
+        tokens=microbatch_tokens(config),
         hidden=model.hidden_size,
         tensor=model.tensor_model_parallel_size,
         context=model.context_parallel_size,

@@ -95,6 +95,9 @@ def communicators(config: ConfigContainer, world_size: int) -> int:
     # unbatched messages use a communicator for each of two neighbors
     count += 2 if model.overlap_p2p_comm else 0
     count += 2 if config.ddp.num_distributed_optimizer_instances > 1 else 0
+    if model.hybrid_context_parallel:
+        # groups of 2, 4, ... ranks, of which the largest is that of the gradients
+        count += config.data_parallel_size(world_size).bit_length() - 2
     if not model.num_moe_experts:
         return count + (world_size > 1)
     expert = model.expert_model_parallel_size

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """From a dataset config to iterators over microbatches, at any position of a run."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol
 
@@ -18,6 +19,8 @@ from megatron.bridge.data.dataset_config import (
     Splits,
     StreamingDatasetConfig,
 )
+from megatron.bridge.data.finetuning.context_plan import ContextSharing
+from megatron.bridge.data.finetuning.planned_steps import PlannedSteps
 from megatron.bridge.data.media.processing import join_media
 from megatron.bridge.data.pretraining.blend import get_blend_and_blend_per_split
 from megatron.bridge.data.samplers import (
@@ -92,7 +95,7 @@ class BatchIterator:
     """A ``DataIterator`` over a map-style dataset."""
 
     dataset: Any
-    make_sampler: Callable[[], Sampler]  # makes a sampler that starts at the first batch
+    make_sampler: Callable[[], Iterable[Any]]  # makes a sampler that starts at the first batch
     num_workers: int = 0  # number of worker processes that load samples
     read_ahead: bool = False
     """Without workers, a thread makes the next batch while this one is used. The dataset must then not use anything
@@ -131,7 +134,7 @@ class BatchIterator:
             return PrefetchIterator(batches, keep_thread=True)
         located = _LocatedSamples(self.dataset)
         batches = (collate([located[index] for index in ids]) for ids in self.make_sampler())
-        return PrefetchIterator(map(_pin_batch, batches)) if self.read_ahead else batches
+        return PrefetchIterator(map(pin_batch, batches)) if self.read_ahead else batches
 
     def _loader(self) -> DataLoader[Any]:
         return DataLoader(
@@ -141,6 +144,30 @@ class BatchIterator:
             collate_fn=collate,
             pin_memory=torch.cuda.is_available(),
             generator=torch.Generator(),  # without it, each loader draws a seed from the run's own generator
+        )
+
+
+@dataclass(eq=False)
+class PlannedBatchIterator(BatchIterator):
+    """A ``DataIterator`` over the microbatches of ``steps``, of which the sampler yields the indices."""
+
+    steps: PlannedSteps = field(kw_only=True)
+
+    def _start(self) -> Iterator[tuple[list[int], Batch]]:
+        if self.num_workers:
+            return PrefetchIterator(chain.from_iterable(self._loader()), keep_thread=True)
+        steps = (self.steps[step] for step in self.make_sampler())
+        batches = chain.from_iterable(steps)
+        return PrefetchIterator(map(pin_batch, batches)) if self.read_ahead else batches
+
+    def _loader(self) -> DataLoader[Any]:
+        return DataLoader(
+            self.steps,
+            batch_size=None,
+            sampler=self.make_sampler(),  # pyright: ignore[reportArgumentType] - any iterable of steps
+            num_workers=self.num_workers,
+            pin_memory=torch.cuda.is_available(),
+            generator=torch.Generator(),
         )
 
 
@@ -189,7 +216,7 @@ def _collect_media(rows: list[Batch]) -> Batch:
     }
 
 
-def _pin_batch(drawn: tuple[list[int], Batch]) -> tuple[list[int], Batch]:
+def pin_batch(drawn: tuple[list[int], Batch]) -> tuple[list[int], Batch]:
     """The batch in pinned memory, from which a GPU copies asynchronously."""
     return (
         tree_map_only(torch.Tensor, torch.Tensor.pin_memory, drawn)
@@ -235,6 +262,7 @@ def build_iterators(
     image_share: tuple[int, int] | None = (0, 1),
     vocab_size: int | None = None,
     balance: bool = True,
+    sharing: ContextSharing | None = None,
 ) -> Iterators:
     """Build the iterators of one data-parallel rank. All ranks must call this.
 
@@ -250,6 +278,7 @@ def build_iterators(
         image_share: see ``DatasetRequest``.
         vocab_size: of the model, whose ids are below it; None checks none.
         balance: give all ranks about as many tokens of images in a global batch, all of which have one size.
+        sharing: let data-parallel ranks share long samples; see ``context_plan``.
     """
     assert global_batch_size % (micro_batch_size * dp_size) == 0, (
         global_batch_size,
@@ -266,6 +295,10 @@ def build_iterators(
         if dataset is None:
             return None
         _check_length(split, len(dataset), size, dataset_config, global_batch_size)
+        if sharing is not None:
+            return _planned_iterator(
+                dataset, dataset_config, shard, sharing, tokenizer.eod, consumed, vocab_size
+            )
         return make_iterator(
             dataset, dataset_config, shard, consumed, vocab_size=vocab_size, balance=balance
         )
@@ -314,6 +347,29 @@ def make_iterator(
     workers = config.num_workers * prefetch
     read_ahead = config.read_ahead and prefetch
     return BatchIterator(dataset, make_sampler, workers, read_ahead, vocab_size)
+
+
+def _planned_iterator(
+    dataset: Any,
+    config: DatasetConfig,
+    shard: BatchShard,
+    sharing: ContextSharing,
+    padding: int,
+    consumed: int,
+    vocab_size: int | None,
+) -> BatchIterator:
+    """The microbatches of a rank that shares long samples with others, after the first ``consumed`` rows."""
+    _, global_size, rank, ranks = shard
+    steps = PlannedSteps(dataset, global_size, rank, ranks, sharing, padding)
+    remaining = range(consumed // global_size, len(steps))
+    return PlannedBatchIterator(
+        dataset,
+        lambda: remaining,
+        config.num_workers,
+        config.read_ahead,
+        vocab_size,
+        steps=steps,
+    )
 
 
 def _check_length(

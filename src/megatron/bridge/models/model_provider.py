@@ -232,7 +232,9 @@ class ModelProvider(TransformerConfig):
         distributed.initialize()
         sizes = {name: getattr(self, name) for name in PARALLEL_SIZES}
         sizes["expert_tensor_parallel_size"] = self.expert_tensor_ranks
-        parallel_state.initialize_model_parallel(**sizes, **groups)
+        parallel_state.initialize_model_parallel(
+            **sizes, hybrid_context_parallel=self.hybrid_context_parallel, **groups
+        )
         if seed is not None:
             torch.manual_seed(seed)
             tensor_parallel.model_parallel_cuda_manual_seed(seed, **(seed_kwargs or {}))

@@ -7,7 +7,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from megatron.core import parallel_state
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.utils import get_batch_on_this_cp_rank, get_model_config
@@ -15,6 +14,7 @@ from megatron.core.utils import get_batch_on_this_cp_rank, get_model_config
 from megatron.bridge.backends.attention.block_mask import host_values, remember_on_host
 from megatron.bridge.data.finetuning.packing import cut_for_rank
 from megatron.bridge.training.state import BatchIterator, LossFunction
+from megatron.bridge.training.step.sequence_group import group_of_sequences
 from megatron.bridge.training.step.trained_tokens import trained_token_arguments
 from megatron.bridge.utils.errors import UserError
 from megatron.bridge.utils.optional_imports import lazy_names
@@ -58,6 +58,9 @@ def forward_step(
     return output, partial(masked_loss, batch["loss_mask"])
 
 
+forward_step.takes_shared_samples = True  # type: ignore[attr-defined]
+
+
 def next_batch(data_iterator: Iterator[dict[str, Any]]) -> dict[str, Any]:
     """The next microbatch on this rank's device; with context parallelism, this rank's part of each sequence.
 
@@ -91,7 +94,7 @@ def on_device(batch: dict[str, Any]) -> dict[str, Any]:
 
 def cut_sequences(batch: dict[str, Any]) -> dict[str, Any]:
     """With context parallelism, this rank's part of each sequence, which is the second dimension."""
-    group: Any = parallel_state.get_context_parallel_group()
+    group = group_of_sequences(batch)
     if group.size() == 1:
         return batch
     if "cu_seqlens" in batch:
@@ -103,7 +106,7 @@ def _shard_packed(batch: dict[str, Any], rank: int, size: int) -> dict[str, Any]
     """This rank's part of each packed sample; ``cu_seqlens`` still describes the complete row."""
     indices = torch.from_numpy(cut_for_rank(np.array(host_values(batch["cu_seqlens"])), rank, size))
     indices = indices.to(batch["tokens"].device, non_blocking=True)
-    not_sharded = ("attention_mask", "cu_seqlens", "max_seqlen")
+    not_sharded = ("attention_mask", "cu_seqlens", "max_seqlen", "cp_size", "microbatches")
     return {
         key: value if key in not_sharded else value.index_select(1, indices)
         for key, value in batch.items()
@@ -117,12 +120,15 @@ def packed_parameters(batch: dict[str, Any]) -> PackedSeqParams:
     """
     bounds = batch["cu_seqlens"]
     longest = batch["max_seqlen"]
+    # of this row alone; without it, layers take the context-parallel group of the run
+    group: Any = group_of_sequences(batch) if batch.get("cp_size", 1) > 1 else None
     return PackedSeqParams(
         qkv_format="thd",
         cu_seqlens_q=bounds,
         cu_seqlens_kv=bounds,
         max_seqlen_q=longest,
         max_seqlen_kv=longest,
+        cp_group=group,
     )
 
 

@@ -20,6 +20,7 @@ from megatron.bridge.training.step.losses import (
     router_losses,
 )
 from megatron.bridge.training.step.router_scale import scaled_router_losses
+from megatron.bridge.training.step.sequence_group import microbatches_of_step, own_schedule
 
 
 def train(run: Run) -> Progress:
@@ -82,8 +83,12 @@ def forward_backward(
     if forward_only:
         micro_batch_size, samples = evaluation_batch(config)
     microbatches = samples // (micro_batch_size * config.data_parallel_size())
+    if config.model.hybrid_context_parallel:
+        first, microbatches = microbatches_of_step(batches[0], microbatches)
+        batches = [first, *batches[1:]]
     returned: list[torch.Tensor] = []  # what is in the loss of each microbatch
     with ExitStack() as contexts:
+        contexts.enter_context(own_schedule(run.model))
         mtp_losses = contexts.enter_context(collect_mtp_losses())
         if not forward_only:
             batches = contexts.enter_context(

@@ -18,6 +18,7 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 from megatron.core.utils import get_model_config
 
+from megatron.bridge.backends.attention.shared_sequences import follow_groups_of_rows
 from megatron.bridge.backends.cpu import allocator
 from megatron.bridge.backends.cpu.device import has_cuda
 from megatron.bridge.backends.hardware import user_buffers
@@ -32,6 +33,7 @@ from megatron.bridge.training.callbacks.defaults import default_callbacks
 from megatron.bridge.training.checkpointing.save_load import find_starting_point, load_run
 from megatron.bridge.training.config import ConfigContainer, Resolved
 from megatron.bridge.training.config.batch_size import EvaluationBatch, evaluation_batch, samples_of
+from megatron.bridge.training.config.resolve.context_sharing import context_sharing
 from megatron.bridge.training.config.resolve.data import tuning_parts, validation_sets
 from megatron.bridge.training.config.rules import VOCABULARY_RULES, violations
 from megatron.bridge.training.evaluation import iterators_per_chunk
@@ -198,6 +200,12 @@ def check_forward_step(step: Callable[..., Any], config: ConfigContainer) -> Non
             "grpo is set, but pretrain and finetune train without rewards: use `--mode grpo` or "
             "megatron.bridge.training.grpo.grpo, or unset grpo"
         )
+    if config.model.hybrid_context_parallel and not getattr(step, "takes_shared_samples", False):
+        raise UserError(
+            "model.hybrid_context_parallel=True needs a forward step that splits each microbatch among the ranks that "
+            "share it: use gpt_step, or one that calls its next_batch and packed_parameters, and give that the "
+            "attribute takes_shared_samples=True"
+        )
     if config.model.head is None and getattr(step, "has_losses_of_heads", False):
         raise UserError(
             "training.head_step is for models with a head, and model.head is not set: set it, or use gpt_step"
@@ -264,7 +272,7 @@ def build_model(config: ConfigContainer) -> list[MegatronModule]:
         freezing_hook(config.train.frozen, adapting_hook(config)),
         partial(check_rounded_layers, config),
     )
-    return config.model.provide_distributed_model(
+    model = config.model.provide_distributed_model(
         # a copy, because Megatron-Core writes the bucket size into the config
         ddp_config=copy.copy(config.ddp),
         pre_wrap_hook=[hook for hook in hooks if hook is not None],
@@ -272,6 +280,9 @@ def build_model(config: ConfigContainer) -> list[MegatronModule]:
         use_torch_fsdp2=config.dist.use_torch_fsdp2,
         wrap_with_ddp=needs_wrappers(config),
     )
+    if config.model.hybrid_context_parallel:
+        follow_groups_of_rows(model)
+    return model
 
 
 def needs_wrappers(config: ConfigContainer) -> bool:
@@ -335,6 +346,7 @@ def build_data(
             image_share=share,
             vocab_size=config.model.vocab_size,
             balance=config.train.rampup_batch_size is None,
+            sharing=context_sharing(config),
         )
 
     train = config.train

@@ -11,6 +11,7 @@ from functools import lru_cache
 from typing import Literal
 
 from megatron.bridge.training.config import ConfigContainer
+from megatron.bridge.training.config.resolve.context_sharing import microbatch_tokens
 
 Kind = Literal["forward", "backward"]
 
@@ -128,9 +129,12 @@ def pipeline_of(config: ConfigContainer, world_size: int) -> Pipeline:
     train = config.train
     stages = model.pipeline_model_parallel_size
     chunks = model.virtual_pipeline_model_parallel_size or 1
-    microbatches = train.global_batch_size // (
-        train.micro_batch_size * config.data_parallel_size(world_size)
+    tokens_of_rank = (
+        train.global_batch_size
+        * config.dataset.seq_length
+        // (config.data_parallel_size(world_size) * model.context_parallel_size)
     )
+    microbatches = tokens_of_rank // microbatch_tokens(config)
     return Pipeline(
         stages=stages,
         microbatches=max(microbatches, 1),

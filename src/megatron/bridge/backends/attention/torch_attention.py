@@ -53,6 +53,7 @@ from megatron.bridge.backends.attention.block_mask import (
 )
 from megatron.bridge.backends.attention.largest_scores import largest_scores
 from megatron.bridge.backends.attention.ring_attention import Ring, zigzag_chunks
+from megatron.bridge.backends.attention.shared_sequences import group_of_row
 from megatron.bridge.backends.attention.sink_attention import CpuFlashKernel
 from megatron.bridge.backends.decoding.attention_cache import AttentionCache
 from megatron.bridge.utils.errors import UserError
@@ -114,7 +115,7 @@ class TorchAttention(MegatronModule):
         self._make_sinks()
 
     def _checked_cp_comm_type(self, kind: str | None) -> str:
-        if self.cp_group is None or kind is None:
+        if kind is None or (self.cp_group is None and not self.config.hybrid_context_parallel):
             return "all_gather"
         if kind not in CP_KINDS:
             raise UserError(f"cp_comm_type={kind!r} is not one of {', '.join(CP_KINDS)}")
@@ -234,9 +235,7 @@ class TorchAttention(MegatronModule):
 
     def _cp(self, packed: PackedSeqParams | None) -> dist.ProcessGroup | None:
         """Return the context-parallel group. A packed row may have its own group, or None if it is not split."""
-        if packed is not None and packed.local_cp_size is not None:
-            return packed.cp_group
-        return self.cp_group
+        return group_of_row(packed, self.cp_group)
 
     def _attend_local(
         self, qkv: QKV, mask: Tensor | None, window: AttentionWindow, packed: PackedSeqParams | None

@@ -397,6 +397,9 @@ def _shorten(toy: Toy, steps: int) -> None:
         if getattr(part, "truncation", None) == "refuse":
             part.truncation = "right"  # the samples are as long as in the real run
     dataset.seq_length = SEQ_LENGTH
+    if config.model.hybrid_context_parallel:
+        # some samples are shared by all ranks
+        config.model.max_seqlen_per_dp_cp_rank = SEQ_LENGTH // dimensions.data
     if config.tokenizer.tokenizer_type == "NullTokenizer":
         config.model.vocab_size = config.tokenizer.vocab_size = VOCAB_SIZE
     config.logger.log_interval, config.logger.tensorboard_dir, config.logger.log_dir = 1, None, None

@@ -25,10 +25,16 @@ def _layout(config: "ConfigContainer", world_size: int) -> str:
     parts = [
         f"tensor {model.tensor_model_parallel_size}{sequence}",
         f"pipeline {model.pipeline_model_parallel_size}{interleaved}",
-        f"context {model.context_parallel_size}",
+        f"context {_context_sizes(config, world_size)}",
         f"data {config.data_parallel_size(world_size)}",
     ]
     return f"{world_size} process{'es' if world_size > 1 else ''} = {' x '.join(parts)}"
+
+
+def _context_sizes(config: "ConfigContainer", world_size: int) -> str:
+    if config.model.hybrid_context_parallel:
+        return f"1 to {config.data_parallel_size(world_size)} for each sample"
+    return str(config.model.context_parallel_size)
 
 
 def rank_table(config: "ConfigContainer", world_size: int) -> Iterator[str]:
@@ -178,7 +184,6 @@ def describe(config: "ConfigContainer", world_size: int) -> list[str]:
     train = config.train
     replicas = config.data_parallel_size(world_size)
     tokens = train.global_batch_size * config.dataset.seq_length
-    microbatches = train.global_batch_size // (train.micro_batch_size * replicas)
     total_tokens = BatchSize(train).samples_after(train.train_iters) * config.dataset.seq_length
     first = (
         f", growing from {train.rampup_batch_size[0]} samples" if train.rampup_batch_size else ""
@@ -187,10 +192,17 @@ def describe(config: "ConfigContainer", world_size: int) -> list[str]:
         f"model: {parameter_count(model):,} parameters, {model.num_layers} layers, hidden size {model.hidden_size}",
         f"layout: {_layout(config, world_size)}",
         f"run: {train.train_iters:,} steps, {total_tokens:,} tokens; each step {train.global_batch_size} samples x "
-        f"{config.dataset.seq_length} tokens = {tokens:,} tokens, in "
-        f"{text_format.many(microbatches, 'microbatch', 'es')} of {train.micro_batch_size}"
+        f"{config.dataset.seq_length} tokens = {tokens:,} tokens, in {_microbatches(config, replicas)}"
         f"{f' on each of {replicas} replicas' if replicas > 1 else ''}{first}",
     ]
+
+
+def _microbatches(config: "ConfigContainer", replicas: int) -> str:
+    if config.model.hybrid_context_parallel:
+        return f"planned microbatches of up to {config.model.max_seqlen_per_dp_cp_rank} tokens"
+    train = config.train
+    count = train.global_batch_size // (train.micro_batch_size * replicas)
+    return f"{text_format.many(count, 'microbatch', 'es')} of {train.micro_batch_size}"
 
 
 def warnings(config: "ConfigContainer") -> Iterator[str]:

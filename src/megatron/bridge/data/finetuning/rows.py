@@ -20,6 +20,22 @@ TOKEN_KEYS = ("tokens", "labels", "loss_mask", "padding_mask", "position_ids")
 """Keys of a row with a value for each token."""
 
 
+class LocatedSample(NamedTuple):
+    """A sample that has not been read yet."""
+
+    samples: Samples
+    index: int
+
+    @property
+    def length(self) -> int:
+        """Tokens in a row: all but the last one, which is only a label."""
+        bounds = self.samples.bounds
+        return int(bounds[self.index + 1] - bounds[self.index]) - 1
+
+    def read(self) -> Sample:
+        return self.samples[self.index]
+
+
 class RowImages(NamedTuple):
     """The images and videos of a row; they are decoded when a batch is made."""
 
@@ -52,6 +68,10 @@ class SampleRows(Dataset[Row]):
     def _places(self, index: int) -> Sequence[int]:
         """The indices of the samples of a row."""
         return [index]
+
+    def located_samples(self, index: int) -> list[LocatedSample]:
+        """The samples of a row, without reading them."""
+        return [LocatedSample(self.samples, sample_index) for sample_index in self._places(index)]
 
     def titles(self, count: int) -> list[str]:
         """What the first samples are to a reader, those of ``count`` records."""
@@ -127,7 +147,7 @@ def make_row(
         del row["cu_seqlens"]
         return row
     lengths = rounded_up(
-        np.array([len(sample.tokens) - 1 for sample in samples]), multiple
+        np.array([len(sample.tokens) - 1 for sample in samples], dtype=np.int64), multiple
     ).tolist()
     return _concatenate_samples(samples, lengths, padding, seq_length)
 
@@ -136,11 +156,12 @@ def packed_batch(samples: Sequence[Sample], padding: int, multiple: int) -> dict
     """A microbatch of one row [1, length] with all samples, as long as they are.
 
     Args:
-        samples: The samples.
+        samples: The samples; without any, the row is two tokens of padding or ``multiple`` of them.
         padding: The padding token.
         multiple: Each sample is padded to a multiple of this.
     """
-    row = make_row(samples, padding, multiple, seq_length=None, has_cu_seqlens=True)
+    length = None if samples else max(multiple, 2)
+    row = make_row(samples, padding, multiple, length, has_cu_seqlens=True)
     bounds = row["cu_seqlens"]
     return {name: row[name].unsqueeze(0) for name in TOKEN_KEYS} | {
         "attention_mask": None,
@@ -168,7 +189,7 @@ def _concatenate_samples(
     samples: Sequence[Sample], lengths: Sequence[int], padding: int, total: int | None = None
 ) -> Row:
     """Samples padded to the given lengths; the rest of ``total`` becomes a sequence of padding."""
-    bounds = np.concatenate(([0], np.cumsum(lengths)))
+    bounds = np.concatenate(([0], np.cumsum(np.array(lengths, dtype=np.int64))))
     if total is not None and bounds[-1] < total:
         bounds = np.append(bounds, total)
     length = int(bounds[-1])
@@ -224,6 +245,9 @@ class EpochRows(Dataset[Row]):
     def image_tokens(self, index: int) -> int:
         return self.rows.image_tokens(self.row_at(index))
 
+    def located_samples(self, index: int) -> list[LocatedSample]:
+        return self.rows.located_samples(self.row_at(index))
+
     def _row(self, epoch: int, index: int) -> int:
         if self.seed is None:
             return index
@@ -264,3 +288,6 @@ class BlendedRows(Dataset[Row]):
 
     def image_tokens(self, index: int) -> int:
         return self.parts[self.part_of[index]].image_tokens(int(self.place_in[index]))
+
+    def located_samples(self, index: int) -> list[LocatedSample]:
+        return self.parts[self.part_of[index]].located_samples(int(self.place_in[index]))

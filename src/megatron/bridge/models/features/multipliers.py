@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from megatron.bridge.backends.attention import context_parallel
 from megatron.bridge.backends.attention.block_mask import PackedSegment, packed_segments
+from megatron.bridge.backends.attention.shared_sequences import group_of_row
 from megatron.bridge.models.features.feature import LayerFeature
 from megatron.bridge.utils.config.ranges import ABOVE_ZERO, BELOW_ONE
 from megatron.bridge.utils.errors import UserError
@@ -171,7 +172,7 @@ def _query_positions(query: Tensor, key: Tensor, packed: Any, group: Any) -> Ten
     """Positions of this rank's queries [s, b, h, d], or packed [t, h, d], from the start of each sequence."""
     if packed is not None and packed.qkv_format == "thd":
         parts = packed_segments(packed)[0]
-        group = packed.cp_group if packed.local_cp_size is not None else group
+        group = group_of_row(packed, group)
         first = 0
     else:
         total = query.size(0) * _group_size(group)

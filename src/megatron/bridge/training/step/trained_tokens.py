@@ -9,7 +9,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from megatron.core import parallel_state
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear
 from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
@@ -18,12 +17,13 @@ from torch import Tensor
 
 from megatron.bridge.checkpoint.model_io import unwrap
 from megatron.bridge.data.finetuning.packing import cut_for_rank
+from megatron.bridge.training.step.sequence_group import group_of_sequences
 from megatron.bridge.utils.patching import patched
 
 
 def cut_on_host(values: torch.Tensor, batch: dict[str, Any]) -> torch.Tensor:
     """The part [b, s] of this context-parallel rank of ``values`` of full sequences; both are on the host."""
-    group: Any = parallel_state.get_context_parallel_group()
+    group = group_of_sequences(batch)
     if group.size() == 1:
         return values
     return values[:, cut_for_rank(bounds_on_host(batch), group.rank(), group.size())]

@@ -7,6 +7,7 @@ from pathlib import Path
 from megatron.bridge.checkpoint.collective import on_first_rank
 from megatron.bridge.training.callbacks.base import Callback
 from megatron.bridge.training.state import Run
+from megatron.bridge.training.step.sequence_group import microbatches_of_step
 from megatron.bridge.utils.console import print_rank_0
 
 SKIPPED_FILE = "skipped_batches.json"
@@ -38,8 +39,9 @@ class SkipBatches(Callback):
         train = run.config.train
         while progress.step + 1 in self._steps and progress.step < train.train_iters:
             for batches in run.train_batches:
-                for _ in range(run.num_microbatches):
-                    next(batches)
+                skipped, count = microbatches_of_step(batches, run.num_microbatches)
+                for _ in range(count):
+                    next(skipped)
             progress.step += 1
             progress.consumed_train_samples += run.batch_size
             progress.skipped_steps += 1

@@ -47,7 +47,8 @@ class FirstStepForecast(Callback):
                 first_read = now
             elif not is_told:
                 is_told = True
-                forecast = describe_step(run, now - first_read, microbatches)
+                count = batch.get("microbatches", microbatches)
+                forecast = describe_step(run, now - first_read, count)
                 if forecast:
                     print_rank_0(forecast)
             yield batch

@@ -154,7 +154,9 @@ def _vary_lengths(config: RunConfig) -> list[str]:
     distill = config.distill
     if model.pipeline_model_parallel_size == 1 or model.variable_seq_lengths:
         return []
-    if getattr(config.dataset, "padding_free", False):
+    if model.hybrid_context_parallel:
+        why = "microbatches of shared samples differ in length"
+    elif getattr(config.dataset, "padding_free", False):
         why = "padding-free batches differ in length"
     elif (
         distill is not None and distill.cache is None

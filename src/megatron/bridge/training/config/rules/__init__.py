@@ -11,6 +11,7 @@ from types import ModuleType
 
 from megatron.bridge.training.config.rules import (
     checkpoint,
+    context_sharing,
     experts,
     fields,
     idle_settings,
@@ -54,7 +55,7 @@ SIZE_RULES: tuple[Rule, ...] = (
 LOCAL_RULES: tuple[Rule, ...] = tuple(_rules_of([machine]))
 
 _MODULES = (
-    *(fields, layout, stages, experts, model, optimizers, schedule, objectives),
+    *(fields, layout, context_sharing, stages, experts, model, optimizers, schedule, objectives),
     *(performance, sharding, checkpoint, related_settings, idle_settings),
 )
 RULES: tuple[Rule, ...] = tuple(rule for rule in _rules_of(_MODULES) if rule not in SIZE_RULES)

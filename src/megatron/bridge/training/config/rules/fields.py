@@ -81,8 +81,6 @@ _UNAVAILABLE = [
             "model.log_max_attention_logit",
             "model.expert_tensor_parallel_num_weight_shards",
             "model.pipeline_model_parallel_comm_backend",
-            # Megatron-Core 0.19.2: hybrid_cp_schedule.py has no pipeline stages, and a loader that cannot resume
-            "model.hybrid_context_parallel",
             "model.moe_per_layer_logging",
             "model.mtp_hybrid_override_pattern",
             "model.use_grouped_gemm_for_dense_mlp",
