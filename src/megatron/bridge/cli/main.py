@@ -38,6 +38,7 @@ COMMANDS = {
     "plan": "show which tensor becomes which parameter, without reading weights",
     "port": "draft the bridge of an architecture that is not supported yet",
     "inspect": "show the contents of a Hugging Face or Megatron checkpoint",
+    "calibrate": "quantize a model, calibrated on your texts by llm-compressor",
     "prune": "make a smaller model from a trained one",
     "upcycle": "make a mixture of experts from a dense model",
     "verify": "prove that a Megatron checkpoint equals a Hugging Face model",

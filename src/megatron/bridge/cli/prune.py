@@ -2,15 +2,15 @@
 """``megatron-bridge prune``: a smaller model from a trained one."""
 
 import argparse
-import json
 from collections.abc import Iterator
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron.bridge.cli.support import text_format
 from megatron.bridge.cli.support.options import add_hf_model, add_new_model_folder
 from megatron.bridge.cli.support.parser import Parser, count
-from megatron.bridge.utils.errors import UserError
+from megatron.bridge.cli.support.texts import add_texts, token_ids
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -31,13 +31,6 @@ def add_arguments(parser: Parser) -> None:
     parser.epilog = EXAMPLES
     add_hf_model(parser, description="directory or hub id of the trained model")
     add_new_model_folder(parser)
-    parser.add_argument(
-        "--texts",
-        type=Path,
-        required=True,
-        metavar="FILE",
-        help="calibration texts: JSONL with the key text, or a text in each line",
-    )
     parser.add_argument("--layers", type=count, metavar="N", help="layers to keep")
     parser.add_argument("--hidden-size", type=count, metavar="N", help="channels to keep")
     parser.add_argument(
@@ -49,20 +42,7 @@ def add_arguments(parser: Parser) -> None:
         metavar="N",
         help="key heads of each layer to keep, with their query heads",
     )
-    parser.add_argument(
-        "--samples",
-        type=count,
-        default=1024,
-        metavar="N",
-        help="texts to read (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--seq-length",
-        type=count,
-        default=1024,
-        metavar="N",
-        help="tokens of a text that count (default: %(default)s)",
-    )
+    add_texts(parser, samples=1024, length=1024)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -82,23 +62,5 @@ def _batches(tokenizer: Any, path: Path, samples: int, length: int) -> "Iterator
     """Yield the token ids of each text, [1, up to ``length`` tokens]."""
     import torch
 
-    if not path.is_file():
-        raise UserError(f"--texts {path} is not a file: give one with calibration texts")
-    with path.open(encoding="utf-8") as file:
-        for number, line in enumerate(file, start=1):
-            if number > samples:
-                return
-            ids = tokenizer(_text_of(line, path, number))["input_ids"][:length]
-            if ids:
-                yield torch.tensor([ids])
-
-
-def _text_of(line: str, path: Path, number: int) -> str:
-    if path.suffix != ".jsonl":
-        return line.strip()
-    try:
-        return json.loads(line)["text"]
-    except (ValueError, KeyError, TypeError) as error:
-        raise UserError(
-            f"{path}:{number}: a line must be a JSON object with the key text: correct it"
-        ) from error
+    for ids in islice(token_ids(tokenizer, path, length), samples):
+        yield torch.tensor([ids])
