@@ -29,41 +29,45 @@ def logits(folder):
 
 
 @pytest.mark.parametrize(
-    ("scheme", "method"),
+    ("scheme", "method", "rounded_as"),
     [
-        ("W4A16", "gptq"),
-        pytest.param("W4A16_ASYM", "awq", marks=pytest.mark.slow),
-        pytest.param("NVFP4", "observe", marks=pytest.mark.slow),
-        pytest.param("W8A8", "gptq", marks=pytest.mark.slow),
-        pytest.param("FP8_BLOCK", "observe", marks=pytest.mark.slow),
-        pytest.param("MXFP4", "observe", marks=pytest.mark.slow),
+        ("W4A16", "gptq", "int4"),
+        pytest.param("W4A16_ASYM", "awq", "int4", marks=pytest.mark.slow),
+        pytest.param("NVFP4", "observe", "nvfp4", marks=pytest.mark.slow),
+        pytest.param("W8A8", "gptq", "int8", marks=pytest.mark.slow),
+        pytest.param("FP8_BLOCK", "observe", "fp8-block", marks=pytest.mark.slow),
+        pytest.param("MXFP4", "observe", "mxfp4", marks=pytest.mark.slow),
     ],
 )
-def test_what_llm_compressor_writes(tmp_path, monkeypatch, scheme, method):
+def test_what_llm_compressor_writes(tmp_path, monkeypatch, scheme, method, rounded_as):
     source = tmp_path / "hf"
     make_llama(source, dtype=torch.bfloat16, shard_size="1GB", **SIZES, **HEADS)
     add_tokenizer(source)
     texts = write_texts(tmp_path / "texts.jsonl", count=40)
     monkeypatch.setenv("PYTHONPATH", str(BESIDE))
     words = ("--texts", str(texts), "--scheme", scheme, "--method", method, "--seq-length", "27")
-    kept = ("--keep-high", "model.layers.0.mlp.down_proj.weight")
+    # llm-compressor's AWQ cannot leave out a single matrix: it divides by the number of its losses
+    kept = [] if method == "awq" else ["model.layers.0.mlp.down_proj.weight"]
+    options = [*words, *(["--keep-high", *kept] if kept else [])]
     out = tmp_path / "out"
-    assert main(["calibrate", "--hf-model", str(source), "--hf-path", str(out), *words, *kept]) == 0
+    arguments = ["calibrate", "--hf-model", str(source), "--hf-path", str(out), *options]
+    assert main(arguments) == 0
 
-    full = AutoBridge.from_hf_pretrained(source).hf_pretrained.state
+    bridge = AutoBridge.from_hf_pretrained(source)
+    full = bridge.hf_pretrained.state
     read = AutoBridge.from_hf_pretrained(out).hf_pretrained.state
     assert set(read) == set(full)
-    assert len(read.packed) == 2 * 7 - 1
-    kept_name = "model.layers.0.mlp.down_proj.weight"
-    assert torch.equal(read[kept_name], full[kept_name])
+    assert len(read.packed) == 2 * 7 - len(kept)
+    assert all(torch.equal(read[name], full[name]) for name in kept)
+    rounded = tmp_path / "rounded"
+    chunks = bridge.to_megatron_model(wrap_with_ddp=False)
+    bridge.save_hf_pretrained(
+        chunks, rounded, show_progress=False, quantize=rounded_as, keep_high=kept
+    )
     expected = logits(source)
     error = (logits(out) - expected).square().mean()
-    assert error < 0.1 * expected.square().mean()
-    if (scheme, method) == ("W4A16", "gptq"):
-        rounded = tmp_path / "rounded"
-        bridge = AutoBridge.from_hf_pretrained(source)
-        chunks = bridge.to_megatron_model(wrap_with_ddp=False)
-        bridge.save_hf_pretrained(
-            chunks, rounded, show_progress=False, quantize="int4", keep_high=[kept_name]
-        )
-        assert error < (logits(rounded) - expected).square().mean()
+    error_of_rounding = (logits(rounded) - expected).square().mean()
+    if method == "observe":
+        assert error < 1.5 * error_of_rounding
+    else:
+        assert error < error_of_rounding

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 DESCRIPTION = (
     "Quantize a model with llm-compressor, calibrated on texts of yours, and measure the loss that "
     "this costs on other texts. The result is in the format compressed-tensors, which vLLM, "
-    "transformers and this project read. `export --quantize` needs no texts and rounds to nearest."
+    "transformers and this project read. `export` rounds to nearest, for which it needs no texts."
 )
 EXAMPLES = """examples:
   megatron-bridge calibrate --hf-model Qwen/Qwen3-0.6B --hf-path quantized --texts texts.jsonl \\
