@@ -334,7 +334,7 @@ llama31_8b_1m_pretrain_config = pretrain_recipe(
     LLAMA31_8B_1M,
     LENGTH_1M,
     layout(tp=8, cp=16),
-    what="Llama 3.1 8B extension to 1M tokens",
+    what="Llama 3.1 8B pretraining on 1M tokens",
     gpus=256,
     memory_gb=51,
     lr=3e-5,
