@@ -9,6 +9,7 @@ import torch
 
 from megatron.bridge.checkpoint import paths
 from megatron.bridge.data.config import FinetuningDatasetConfig, PackedSequenceSpecs
+from megatron.bridge.models.conversion.engine import stored_provider
 from megatron.bridge.training.config import (
     DistributedDataParallelConfig,
     DistributedInitConfig,
@@ -176,3 +177,5 @@ def test_a_resumed_run_is_the_undisturbed_one(four_workers, folder, tmp_path):
     paths.write_tracker(tmp_path, 3)
     assert four_workers.run(run_to, tmp_path, STEPS, exact) == undisturbed
     assert undisturbed[0]["tokens"] != undisturbed[1]["tokens"]
+    alone = stored_provider.read_for_layout(paths.resolve(tmp_path), None)
+    assert not alone.hybrid_context_parallel, "one process exports it"

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Rehearsals really run, prove what they say, notice what fails, and leave nothing."""
 
+import json
 import tempfile
 
 import pytest
@@ -79,6 +80,9 @@ def test_a_run_with_a_vision_tower(folder, capfd):
     [
         ("--recipe", "qwen3_235b_a22b_pretrain_config"),
         ("--recipe", "deepseek_v3_pretrain_config"),
+        ("--recipe", "llama31_8b_1m_pretrain_config"),
+        ("--recipe", "llama31_405b_128k_pretrain_config"),
+        ("--recipe", "qwen25_7b_128k_pretrain_config"),
         ("--recipe", "gemma3_12b_finetune_config", "checkpoint.pretrained_checkpoint=x"),
         (
             "--recipe",
@@ -107,3 +111,24 @@ def test_families_and_adapters(folder, capfd, arguments):
     assert code == 0, lines[-1]
     assert sum(line.startswith("proven") for line in lines) == 3
     assert list(folder.glob("megatron-bridge-*")) == []
+
+
+@pytest.mark.slow
+def test_samples_that_ranks_share(folder, capfd):
+    """A quarter of the rows has one long sample, which all ranks share."""
+    records = [
+        {"prompt": "1 2 3 4 " * count, "completion": "5 6 7"} for count in (2, 5, 3, 100) * 25
+    ]
+    lines = "".join(json.dumps(record) + "\n" for record in records)
+    for name in ("training", "validation", "test"):
+        (folder / f"{name}.jsonl").write_text(lines)
+    numbers = ("tokenizer_type=NullTokenizer", "tokenizer_model=null", "vocab_size=1000")
+    code, lines = rehearsed(
+        capfd,
+        *("--recipe", "llama3_8b_finetune_config", "--data", str(folder), "--packed-sequence"),
+        *("--seq-length", "131072", "--world-size", "64"),
+        *("model.hybrid_context_parallel=true", "model.max_seqlen_per_dp_cp_rank=8192"),
+        *(f"tokenizer.{setting}" for setting in numbers),
+    )
+    assert code == 0, lines[-1]
+    assert sum(line.startswith("proven") for line in lines) == 3

@@ -46,6 +46,15 @@ FOUR = {
     "pp4 hidden": (HIDDEN, {"pipeline_model_parallel_size": 4, "pipeline_dtype": torch.float32}),
 }
 STEPS = 3
+VP2 = {**PP2, "virtual_pipeline_model_parallel_size": 2}
+FSDP2 = {"dist": DistributedInitConfig(use_torch_fsdp2=True)}
+MEGATRON_FSDP = {"ddp": DistributedDataParallelConfig(use_megatron_fsdp=True)}
+SHARDED_STAGES = {
+    "pp2 FSDP2": (LEARN, PP2, FSDP2),
+    "vp2 FSDP2": (TOP, VP2, FSDP2),
+    "pp2 Megatron-FSDP": (LEARN, PP2, MEGATRON_FSDP),
+    "vp2 Megatron-FSDP": (TOP, VP2, MEGATRON_FSDP),
+}
 
 
 def run(teacher, learn, layout, **blocks):
@@ -113,6 +122,10 @@ def test_two_processes(teacher, alone, two_workers):
 
 def test_four_processes(teacher, alone, four_workers):
     compare(four_workers.run(run_all, teacher, FOUR), alone, FOUR)
+
+
+def test_stages_whose_weights_are_sharded(teacher, alone, four_workers):
+    compare(four_workers.run(run_all, teacher, SHARDED_STAGES), alone, SHARDED_STAGES)
 
 
 def in_half_precision(teacher):

@@ -52,6 +52,13 @@ LAYOUTS = {
     "FSDP2": {"dist": DistributedInitConfig(use_torch_fsdp2=True)},
     "Megatron-FSDP": {"ddp": DistributedDataParallelConfig(use_megatron_fsdp=True)},
 }
+SHARDED_STAGES = {
+    f"{stages} {sharding}": {**LAYOUTS[stages], **LAYOUTS[sharding]}
+    for stages in ("pp2", "vp2")
+    for sharding in ("FSDP2", "Megatron-FSDP")
+}
+ON_TWO = tuple(LAYOUTS)
+LAYOUTS |= SHARDED_STAGES
 EOD = VOCABULARY - 1
 KTO = {"beta": 0.4, "loss_type": "kto", "desirable_weight": 1.5, "undesirable_weight": 0.5}
 DESIRABLE = [True, False, True, True]
@@ -237,8 +244,20 @@ def test_two_processes(places, two_workers, peft):
     """With adapters, each chunk is its own reference."""
     settings = DPOConfig(beta=0.4, reference=None if peft else str(places / "other"))
     expected = alone(places, settings, peft=LoRA(dim=4) if peft else None)
-    layouts = ("sp2", "pp2", "vp2", "FSDP2", "Megatron-FSDP") if peft else tuple(LAYOUTS)
+    layouts = ("sp2", "pp2", "vp2", "FSDP2", "Megatron-FSDP") if peft else ON_TWO
     for rank in two_workers.run(all_layouts, places, peft, layouts):
+        for name, steps in rank.items():
+            for found, wanted in zip(steps, expected, strict=True):
+                assert found == pytest.approx(wanted, rel=1e-5, abs=2e-6), name
+
+
+@pytest.mark.parametrize(
+    "peft", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["full", "lora"]
+)
+def test_stages_whose_weights_are_sharded(places, four_workers, peft):
+    settings = DPOConfig(beta=0.4, reference=None if peft else str(places / "other"))
+    expected = alone(places, settings, peft=LoRA(dim=4) if peft else None)
+    for rank in four_workers.run(all_layouts, places, peft, tuple(SHARDED_STAGES)):
         for name, steps in rank.items():
             for found, wanted in zip(steps, expected, strict=True):
                 assert found == pytest.approx(wanted, rel=1e-5, abs=2e-6), name

@@ -31,7 +31,7 @@ IGNORED = {
     **vision._HARMLESS_IN_VISION,
     **dict.fromkeys(("dtype", "image_token_id", "image_start_token_id", "image_end_token_id")),
 }
-VARIANT = "16k|64k|128k|fp8|fp8_blockwise|mxfp8|nvfp4|low_precision"
+VARIANT = "16k|64k|128k|1m|fp8|fp8_blockwise|mxfp8|nvfp4|low_precision"
 STAGE = re.compile(rf"(_({VARIANT}))?_(pretrain|finetune|distill|dpo|grpo|qlora)_config\w*$")
 
 

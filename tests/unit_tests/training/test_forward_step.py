@@ -9,6 +9,7 @@ from functools import partial
 import pytest
 
 from megatron.bridge.training import gpt_step
+from megatron.bridge.training.setup import check_forward_step
 from megatron.bridge.training.state import Run
 from megatron.bridge.training.step.forward_step import (
     bind_state,
@@ -17,6 +18,7 @@ from megatron.bridge.training.step.forward_step import (
 )
 from megatron.bridge.utils.errors import UserError
 from tests.refusals import refused
+from tests.toy_run import toy_config
 
 
 def plain(data_iterator, model):
@@ -82,6 +84,19 @@ def test_schedule_plan_is_passed_through():
 
 
 def one(model):
+    pass
+
+
+def test_a_step_that_shares_no_samples_is_refused_where_ranks_do():
+    config = toy_config(model={"hybrid_context_parallel": True})
+    check_forward_step(gpt_step.forward_step, config)
+    with pytest.raises(
+        UserError, match=r"hybrid_context_parallel=True needs .* takes_shared_samples=True"
+    ):
+        check_forward_step(one_chunk, config)
+
+
+def one_chunk(data_iterator, model):
     pass
 
 

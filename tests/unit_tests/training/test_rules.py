@@ -785,7 +785,9 @@ RELATED = [
     ),
     (
         {"ddp.num_distributed_optimizer_instances": 2, "ddp.use_distributed_optimizer": False},
-        ["num_distributed_optimizer_instances=2 needs ddp.use_distributed_optimizer=True"],
+        [
+            "num_distributed_optimizer_instances=2 needs ddp.use_distributed_optimizer=True or dist.use_torch_fsdp2"
+        ],
     ),
     (FSDP, ["data_parallel_sharding_strategy=optim needs ddp.use_megatron_fsdp=True"]),
     (

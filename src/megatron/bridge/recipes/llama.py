@@ -12,6 +12,7 @@ from megatron.bridge.recipes.builders import (
 from megatron.bridge.recipes.options import (
     FP8,
     FP8_BLOCKWISE,
+    LENGTH_1M,
     LENGTH_16K,
     LENGTH_64K,
     LENGTH_128K,
@@ -21,6 +22,7 @@ from megatron.bridge.recipes.options import (
     PretrainOptions,
     layout,
 )
+from megatron.bridge.recipes.sizes import size_of
 
 # Llama 2. Learning rates and batch size are from "Llama 2: Open Foundation and Fine-Tuned Chat Models" (2023).
 
@@ -309,6 +311,37 @@ llama31_405b_128k_pretrain_config = pretrain_recipe(
     gpus=1024,
     memory_gb=67,
     recompute="full",
+)
+
+# Positions of 1M tokens as in "From 128K to 4M: Efficient Training of Ultra-Long Context Large Language Models" (2025,
+# UltraLong): YaRN with alpha 1, beta 4 and the scale 128 of the original 8,192 positions, and about a billion tokens
+# in steps of 8M. The learning rate is a tenth of that of pretraining, because the run goes on from trained weights.
+# Keys go around a ring: without Transformer Engine they would be gathered, which takes 50 GB more.
+LLAMA31_8B_1M = size_of(
+    "meta-llama/Llama-3.1-8B",
+    training={"cp_comm_type": "p2p"},
+    max_position_embeddings=1048576,
+    rope_parameters={
+        "rope_type": "yarn",
+        "factor": 128.0,
+        "beta_fast": 4.0,
+        "beta_slow": 1.0,
+        "original_max_position_embeddings": 8192,
+        "rope_theta": 500000.0,
+    },
+)
+llama31_8b_1m_pretrain_config = pretrain_recipe(
+    LLAMA31_8B_1M,
+    LENGTH_1M,
+    layout(tp=8, cp=16),
+    what="Llama 3.1 8B pretraining on 1M tokens",
+    gpus=256,
+    memory_gb=51,
+    lr=3e-5,
+    min_lr=3e-6,
+    train_iters=150,
+    eval_interval=50,
+    save_interval=50,
 )
 llama31_405b_fp8_pretrain_config = pretrain_recipe(
     LLAMA31_405B,

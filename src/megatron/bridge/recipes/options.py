@@ -127,6 +127,7 @@ FP8_BLOCKWISE: PretrainOptions = {"precision": "bf16_with_fp8_subchannel_scaling
 LENGTH_16K: PretrainOptions = {"seq_length": 16384, "global_batch_size": 256}
 LENGTH_64K: PretrainOptions = {"seq_length": 65536, "global_batch_size": 64}
 LENGTH_128K: PretrainOptions = {"seq_length": 131072, "global_batch_size": 32}
+LENGTH_1M: PretrainOptions = {"seq_length": 1048576, "global_batch_size": 8}
 MXFP8: PretrainOptions = {"precision": "bf16_with_mxfp8_mixed"}
 NVFP4: PretrainOptions = {"precision": "bf16_with_nvfp4_mixed"}
 

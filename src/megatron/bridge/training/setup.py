@@ -259,11 +259,22 @@ def _check_existing_groups(config: ConfigContainer) -> None:
         for name, size in existing.items()
         if size != needed[name]
     ]
+    if config.model.hybrid_context_parallel and not _has_groups_of_samples():
+        differing.append("no groups of ranks that share samples")
     if differing:
         raise UserError(
             f"this process has groups with {', '.join(differing)} as in the config: call "
             "parallel_state.destroy_model_parallel() between the two runs"
         )
+
+
+def _has_groups_of_samples() -> bool:
+    """Whether data-parallel ranks have the groups of ``model.hybrid_context_parallel``, of 2, 4, ... ranks."""
+    try:
+        parallel_state.get_hybrid_data_context_parallel_groups(group_size=2)
+    except KeyError:
+        return False
+    return True
 
 
 def build_model(config: ConfigContainer) -> list[MegatronModule]:

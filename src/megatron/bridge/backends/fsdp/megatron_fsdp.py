@@ -27,7 +27,12 @@ from megatron.bridge.backends.cpu.device import has_cuda
 from megatron.bridge.backends.fsdp.sharded_rows import (
     ParameterAttributes,
     RowRanges,
+    copies,
+    dense_shards,
+    expert_shards,
+    install_norms,
     mesh_dim_names,
+    ranks_by_copy,
 )
 from megatron.bridge.utils.errors import UserError
 
@@ -56,9 +61,9 @@ class MegatronFSDPWrapper(core.FullyShardedDataParallel):
         ddp_config: DistributedDataParallelConfig,
         module: nn.Module,
     ) -> None:
-        group = _replica_group()
-        ddp_config = resolve_ddp_config(ddp_config, group.size())
-        ranges = row_ranges(module, ddp_config, group.size(), _expert_group().size())
+        ranks = dense_shards().size()
+        ddp_config = resolve_ddp_config(ddp_config, ranks)
+        ranges = row_ranges(module, ddp_config, ranks, expert_shards().size())
         attributes = {
             name: ParameterAttributes.of(parameter) for name, parameter in module.named_parameters()
         }
@@ -87,13 +92,31 @@ class MegatronFSDPWrapper(core.FullyShardedDataParallel):
         tensor-parallel ranks, but it should shard the part of one rank. It requires a tensor-parallel dimension,
         so it gets a group that holds this rank alone. Experts are sharded over the ranks that have the same experts.
         """
-        group = _replica_group()
-        expert_group = _expert_group()
+        group = dense_shards()
+        expert_group = expert_shards()
         alone = _group_of_one()
         self.tp_group = alone
+        same_ranks = _ranks(group) == _ranks(expert_group)
+        if self.ddp_config.num_distributed_optimizer_instances > 1:
+            install_norms()
+            names = mesh_dim_names("copies", "replicas", "alone")
+            replicas = _replica_group()
+            expert_replicas = _expert_group()
+            mesh = _mesh_with_copies(replicas, group, alone, names)
+            expert_mesh = mesh
+            if not same_ranks:
+                expert_mesh = _mesh_with_copies(expert_replicas, expert_group, alone, names)
+            return FSDPDistributedIndex(
+                device_mesh=mesh,
+                dp_outer_dim=names[0],
+                dp_shard_dim=names[1],
+                tp_dim=names[2],
+                expt_device_mesh=expert_mesh,
+                hybrid_fsdp_group=replicas,
+                hybrid_fsdp_expt_group=expert_replicas,
+            )
         names = mesh_dim_names("replicas", "alone")
         mesh = _mesh(group, alone, names)
-        same_ranks = _ranks(group) == _ranks(expert_group)
         expert_mesh = mesh if same_ranks else _mesh(expert_group, alone, names)
         return FSDPDistributedIndex(
             device_mesh=mesh, dp_shard_dim=names[0], tp_dim=names[1], expt_device_mesh=expert_mesh
@@ -156,6 +179,15 @@ def _mesh(group: ProcessGroup, alone: ProcessGroup, names: tuple[str, ...]) -> D
     device = "cuda" if has_cuda() else "cpu"
     ranks = [[rank] for rank in _ranks(group)]
     return DeviceMesh.from_group([group, alone], device, mesh=ranks, mesh_dim_names=names)
+
+
+def _mesh_with_copies(
+    replicas: ProcessGroup, shards: ProcessGroup, alone: ProcessGroup, names: tuple[str, ...]
+) -> DeviceMesh:
+    device = "cuda" if has_cuda() else "cpu"
+    ranks = [[[rank] for rank in copy] for copy in ranks_by_copy(replicas, shards)]
+    groups = [copies(), shards, alone]
+    return DeviceMesh.from_group(groups, device, mesh=ranks, mesh_dim_names=names)
 
 
 def resolve_ddp_config(

@@ -14,8 +14,10 @@ from typing import Any, cast
 
 import torch
 import torch.distributed as dist
+from megatron.core import parallel_state
 from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
+from megatron.core.optimizer import clip_grads
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
@@ -84,8 +86,72 @@ def whole(parameter: Tensor) -> Tensor:
     padded = local.new_zeros(longest, *local.shape[1:])
     padded[: len(local)] = local
     parts = [torch.empty_like(padded) for _ in ranges]
-    dist.all_gather(parts, padded, parameter.device_mesh.get_group())
+    dist.all_gather(parts, padded, group_of_rows(parameter))
     return torch.cat([part[: len(rows)] for part, rows in zip(parts, ranges, strict=True)])
+
+
+def group_of_rows(parameter: DTensor) -> dist.ProcessGroup:
+    """Return the ranks that hold all rows together; with hybrid sharding, other groups have copies of them."""
+    mesh = parameter.device_mesh
+    return mesh.get_group(mesh.ndim - 1)
+
+
+def dense_shards() -> dist.ProcessGroup:
+    """Return the ranks that hold all rows of dense weights together: all replicas, or those of one copy."""
+    group = parallel_state.get_data_parallel_group(
+        with_context_parallel=True, partial_data_parallel=True
+    )
+    return cast(dist.ProcessGroup, group)
+
+
+def expert_shards() -> dist.ProcessGroup:
+    """Return the ranks that hold all rows of this rank's experts together."""
+    group = parallel_state.get_expert_data_parallel_group(partial_expert_data_parallel=True)
+    return cast(dist.ProcessGroup, group)
+
+
+def copies() -> dist.ProcessGroup:
+    """Return the ranks that hold the same rows with hybrid sharding (``ddp.num_distributed_optimizer_instances``)."""
+    return cast(dist.ProcessGroup, parallel_state.get_inter_distributed_optimizer_instance_group())
+
+
+def ranks_by_copy(replicas: dist.ProcessGroup, shards: dist.ProcessGroup) -> list[list[int]]:
+    """Return the ranks of each copy: Megatron-Core takes neighbors."""
+    ranks = dist.get_process_group_ranks(replicas)
+    size = shards.size()
+    return [ranks[first : first + size] for first in range(0, len(ranks), size)]
+
+
+def install_norms() -> None:
+    """Let Megatron-Core add up norms over the ranks of one copy; its own function knows no copies."""
+    clip_grads.get_data_parallel_group_if_dtensor = _group_of_norm
+
+
+def _group_of_norm(
+    tensor: Tensor, known: dist.ProcessGroup | None = None
+) -> dist.ProcessGroup | None:
+    """Return the ranks over which the norm of ``tensor`` is added up, if it is sharded.
+
+    Args:
+        tensor: A gradient.
+        known: The ranks of the gradients before, which must be the same.
+    """
+    if not isinstance(tensor, DTensor):
+        return None
+    group = group_of_rows(tensor)
+    assert known is None or group == known, "the gradients of one norm have different shards"
+    return group
+
+
+def copies_of_rows(parameter: DTensor) -> int:
+    """Return how many ranks hold the same rows."""
+    return parameter.device_mesh.size() // group_of_rows(parameter).size()
+
+
+def copy_index(parameter: DTensor) -> int:
+    """Return which copy of the rows this rank has; 0 without hybrid sharding."""
+    mesh = parameter.device_mesh
+    return 0 if mesh.ndim == 1 else mesh.get_local_rank(0)
 
 
 def set_local_rows(parameter: DTensor, values: Tensor) -> None:
@@ -113,7 +179,7 @@ def stored_dtype(parameter: Tensor) -> torch.dtype:
 
 
 def row_range(parameter: DTensor) -> range:
-    return _row_ranges(parameter)[parameter.device_mesh.get_local_rank()]
+    return _row_ranges(parameter)[group_of_rows(parameter).rank()]
 
 
 def _row_ranges(parameter: DTensor) -> RowRanges:
@@ -205,8 +271,9 @@ def _local_part(entry: Any, parameters: dict[int, DTensor]) -> Any:
     dtype = stored_dtype(parameter)
     whole = [entry] if isinstance(entry, ShardedTensor) else list(nested_values(entry.build()))
     row = max(1, prod(parameter.shape[1:]))
+    copy = copy_index(parameter)
     local_shards = [
-        _local_shard(shard, cast(Tensor, shard.data).storage_offset() // row, local, rows)
+        _local_shard(shard, cast(Tensor, shard.data).storage_offset() // row, local, rows, copy)
         for shard in whole
     ]
     shards = [shard for shard in local_shards if shard is not None]
@@ -229,9 +296,17 @@ def _local_part(entry: Any, parameters: dict[int, DTensor]) -> Any:
 
 
 def _local_shard(
-    shard: ShardedTensor, begin: int, local: Tensor, rows: range
+    shard: ShardedTensor, begin: int, local: Tensor, rows: range, copy: int
 ) -> ShardedTensor | None:
-    """Return the rows of one shard that this rank keeps; ``begin`` is its first row in the parameter."""
+    """Return the rows of one shard that this rank keeps.
+
+    Args:
+        shard: A shard of the parameter.
+        begin: Its first row in the parameter.
+        local: This rank's rows of the parameter.
+        rows: Which rows these are.
+        copy: Which copy of the rows they are: the first one is saved.
+    """
     first = max(rows.start, begin)
     end = min(rows.stop, begin + shard.local_shape[0])
     if first >= end:
@@ -248,5 +323,5 @@ def _local_shard(
         global_offset=tuple(offset),
         axis_fragmentations=None,
         prepend_axis_num=0,
-        replica_id=(*cast(tuple[int, ...], shard.replica_id)[:2], 0),
+        replica_id=(*cast(tuple[int, ...], shard.replica_id)[:2], copy),
     )

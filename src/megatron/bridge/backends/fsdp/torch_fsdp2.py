@@ -58,16 +58,17 @@ class TorchFSDP2Wrapper(_BaseDataParallel):
         device = "cuda" if has_cuda() else "cpu"
         # under expert parallelism, the replicas of experts are on other ranks than the replicas of dense weights
         expert_group = cast(ProcessGroup, parallel_state.get_expert_data_parallel_group())
-        mesh = _mesh_of_group(group, device)
-        expert_mesh = _mesh_of_group(expert_group, device)
+        mesh = _mesh_of_replicas(group, sharded_rows.dense_shards(), device)
+        expert_mesh = _mesh_of_replicas(expert_group, sharded_rows.expert_shards(), device)
         experts = _expert_modules(module) if expert_mesh.mesh.tolist() != mesh.mesh.tolist() else []
         for part in (*experts, *_gathered_units(module), module):
             _make_master_weights(part)
             part_mesh = expert_mesh if part in experts else mesh
             fully_shard(part, mesh=part_mesh, reshard_after_forward=True, mp_policy=policy)
         for name, parameter in module.named_parameters():
-            ranks = cast(DTensor, parameter).device_mesh.size()
+            ranks = sharded_rows.group_of_rows(cast(DTensor, parameter)).size()
             attributes[name].attach(parameter, _row_ranges(parameter.shape[0], ranks))
+        sharded_rows.install_norms()
         # as in Megatron-Core: gradients of a per-token loss are summed, and scaled when the tokens have been
         # counted
         self._reduce_by(1 if config.calculate_per_token_loss else group.size())
@@ -86,6 +87,21 @@ class TorchFSDP2Wrapper(_BaseDataParallel):
 
     def finish_grad_sync(self, force_all_reduce: bool | None = False) -> None:
         """Do nothing: gradients were reduced in the backward pass of each microbatch."""
+
+
+def _mesh_of_replicas(group: ProcessGroup, shards: ProcessGroup, device: str) -> DeviceMesh:
+    """Return a mesh of the replicas in ``group``.
+
+    With several ``ddp.num_distributed_optimizer_instances`` it has two dimensions: copies, and the ranks ``shards``
+    of which each has a part of every parameter.
+    """
+    size = shards.size()
+    if size == group.size():
+        return _mesh_of_group(group, device)
+    copies = sharded_rows.copies()
+    names = (f"copies_{copies.group_name}", f"replicas_{shards.group_name}")
+    rows = sharded_rows.ranks_by_copy(group, shards)
+    return DeviceMesh.from_group([copies, shards], device, mesh=rows, mesh_dim_names=names)
 
 
 def _mesh_of_group(group: ProcessGroup, device: str) -> DeviceMesh:

@@ -15,6 +15,8 @@ _SIZES = (
 )
 _WITHOUT_RANKS: dict[str, Any] = {
     "sequence_parallel": False,
+    "hybrid_context_parallel": False,
+    "max_seqlen_per_dp_cp_rank": None,
     "virtual_pipeline_model_parallel_size": None,
     "pipeline_model_parallel_layout": None,
     "num_layers_in_first_pipeline_stage": None,

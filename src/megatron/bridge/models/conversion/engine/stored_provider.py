@@ -24,6 +24,8 @@ ONE_PROCESS: dict[str, Any] = {
     **dict.fromkeys(PARALLEL_SIZES, 1),
     "virtual_pipeline_model_parallel_size": None,
     "hierarchical_context_parallel_sizes": None,
+    "hybrid_context_parallel": False,
+    "max_seqlen_per_dp_cp_rank": None,
     "expert_tensor_parallel_size": None,
     "sequence_parallel": False,
     "tp_comm_overlap": False,

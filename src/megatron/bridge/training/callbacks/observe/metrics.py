@@ -19,7 +19,7 @@ from megatron.core.transformer import module
 from torch.distributed.tensor import DTensor
 
 from megatron.bridge.backends.cpu.device import has_cuda
-from megatron.bridge.backends.fsdp.sharded_rows import local_rows
+from megatron.bridge.backends.fsdp.sharded_rows import copies_of_rows, local_rows
 from megatron.bridge.backends.hardware.device_flops import device_tflops
 from megatron.bridge.backends.hardware.energy import EnergyMeter, energy_meter
 from megatron.bridge.checkpoint.collective import on_every_rank
@@ -126,7 +126,7 @@ def params_norm(optimizer: MegatronOptimizer) -> float:
         copies = distributed.world_size() / part.get_grad_stats_parallel_group().size()
         for weight in part.get_parameters():
             if _is_counted_here(weight, part):
-                replicas = 1 if isinstance(weight, DTensor) else copies
+                replicas = copies_of_rows(weight) if isinstance(weight, DTensor) else copies
                 total += norm(local_rows(weight), dtype=torch.float32).double() ** 2 / replicas
     return math.sqrt(distributed.reduce_numbers([total.item()], "SUM")[0])
 

@@ -260,7 +260,9 @@ REQUIREMENTS = [
     ),
     Requirement(
         Differs("ddp.num_distributed_optimizer_instances", 1),
-        needs=[Equals("ddp.use_distributed_optimizer", True)],
+        needs=[
+            AnyOf(Equals("ddp.use_distributed_optimizer", True), On("dist.use_torch_fsdp2")),
+        ],
         remedy="set that, or 1 instance",
     ),
     Requirement(
@@ -385,8 +387,6 @@ REQUIREMENTS = [
             Equals("optimizer.optimizer_cpu_offload", False),
             Equals("optimizer.use_precision_aware_optimizer", False),
             AnyOf(Equals("distill", None), Equals("distill.hidden_layers", {})),
-            AnyOf(Equals("distill", None), Equals("model.pipeline_model_parallel_size", 1)),
-            AnyOf(Equals("dpo", None), Equals("model.pipeline_model_parallel_size", 1)),
             Equals("rng.data_parallel_random_init", False),
             AnyOf(Equals("inprocess_restart", None), Equals("inprocess_restart.enabled", False)),
         ],

@@ -24,6 +24,7 @@ _MEGATRON = {
     "overlap_grad_reduce": (True,),
     "overlap_param_gather": (True,),
 }
+_INSTANCES = "num_distributed_optimizer_instances"
 _SIZES = ("bucket_size", "suggested_communication_unit_size")
 
 
@@ -31,7 +32,9 @@ def fsdp2_ignores_ddp_settings(config: RunConfig, world_size: int) -> Iterator[s
     """FSDP2 would ignore the settings of Megatron-Core's data parallelism."""
     if not config.dist.use_torch_fsdp2:
         return
-    unused = _others(config.ddp, _TORCH)
+    unused = _others(
+        config.ddp, _TORCH | {_INSTANCES: (getattr(config.ddp, _INSTANCES),)}
+    )  # copies of the shards
     wrong = [
         f"ddp.{name}={value} has no effect, set it to {usual}" for name, value, usual in unused
     ]
@@ -45,7 +48,7 @@ def megatron_fsdp_settings_are_supported(config: RunConfig, world_size: int) -> 
     """Megatron-FSDP ignores some settings, and others are untested."""
     if not config.ddp.use_megatron_fsdp:
         return
-    allowed = _MEGATRON | {name: (getattr(config.ddp, name),) for name in _SIZES}
+    allowed = _MEGATRON | {name: (getattr(config.ddp, name),) for name in (*_SIZES, _INSTANCES)}
     wrong = [
         f"ddp.{name}={value} must be {usual}" for name, value, usual in _others(config.ddp, allowed)
     ]
