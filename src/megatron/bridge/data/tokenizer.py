@@ -235,8 +235,9 @@ def load_hf_tokenizer(
     storage.pull(folder, lambda name: name.endswith(_ENDINGS))
     path_or_id = str(folder) if folder.is_dir() else path
     try:
+        # not mistral-common's tokenizers, where they are installed: those do not map tokens to characters
         return AutoTokenizer.from_pretrained(
-            path_or_id, trust_remote_code=trust_remote_code, **options
+            path_or_id, trust_remote_code=trust_remote_code, **{"mistral_format": False, **options}
         )
     except Exception as error:  # for damaged files, transformers raises almost anything
         if folder.is_dir():

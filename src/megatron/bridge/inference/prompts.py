@@ -19,9 +19,10 @@ from torch import Tensor
 from megatron.bridge.backends.attention.block_mask import AttentionWindow, looking_ahead
 from megatron.bridge.data.media.media_rules import MediaRules
 from megatron.bridge.data.media.positions import Positions
-from megatron.bridge.data.media.processing import MediaProcessor
+from megatron.bridge.data.media.processing import load_media_processor
+from megatron.bridge.data.media.processor import MediaProcessor
 from megatron.bridge.data.media.processor_files import chat_template
-from megatron.bridge.data.media.references import MAX_PIXELS, MediaReference
+from megatron.bridge.data.media.references import MAX_PIXELS, AudioReference, MediaReference
 from megatron.bridge.data.records.chat_template import ChatTemplate, RenderedChat
 from megatron.bridge.data.records.encoding import expand
 from megatron.bridge.data.records.end_tokens import (
@@ -202,7 +203,7 @@ class PromptReader:
     def processor(self) -> MediaProcessor:
         """The image processor, loaded for the first image."""
         assert self.media is not None, "tokens() has refused images"
-        return MediaProcessor(self.media, self.hf)
+        return load_media_processor(self.media, self.hf)
 
     def tokens(
         self, prompt: Prompt | Messages, location: str, continues: bool = False
@@ -307,7 +308,8 @@ class PromptReader:
                 f"{location}: the prompt with its images has {length} tokens, more than the context of "
                 f"{self.max_context}: use fewer or smaller images"
             )
-        if (size := sum(item.height * item.width for item in media)) > MAX_PIXELS:
+        pictures = [item for item in media if not isinstance(item, AudioReference)]
+        if (size := sum(item.height * item.width for item in pictures)) > MAX_PIXELS:
             raise UserError(
                 f"{location}: the images have {size:,} pixels, more than {MAX_PIXELS:,}: make them smaller"
             )
