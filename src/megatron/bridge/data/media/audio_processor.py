@@ -17,6 +17,7 @@ from megatron.bridge.data.media.media_rules import MediaRules, loading
 from megatron.bridge.data.media.processor import MediaProcessor, hash_of
 from megatron.bridge.data.media.processor_files import chat_template
 from megatron.bridge.data.media.references import AudioReference, MediaReference, shown
+from megatron.bridge.models.vision.audio import tokens_of_stretch
 from megatron.bridge.models.vision.media import share_out
 from megatron.bridge.utils.errors import UserError
 
@@ -30,9 +31,9 @@ class AudioRule:
     template: ClassVar[str]
     """The chat template of checkpoints that have none."""
 
-    def __init__(self, extractor: Any, audio_config: Mapping[str, Any]) -> None:
+    def __init__(self, extractor: Any, config: Mapping[str, Any]) -> None:
         self.extractor = extractor
-        self.config = audio_config
+        self.config = config
 
     def count(self, samples: int) -> int:
         """Number of tokens of a recording with ``samples`` samples."""
@@ -112,9 +113,7 @@ class VoxtralRule(AudioRule):
     )
 
     def count(self, samples: int) -> int:
-        config = self.config
-        width = config["max_source_positions"] * config["hidden_size"]
-        return self.entries(samples) * (width // config["intermediate_size"])
+        return self.entries(samples) * tokens_of_stretch(self.config)
 
     def entries(self, samples: int) -> int:
         return -(-samples // self.extractor.n_samples)
@@ -163,7 +162,7 @@ class AudioProcessor(MediaProcessor):
         self.token_ids = [token_id]
         self.token = str(hf.convert_ids_to_tokens(token_id))
         self.extractor = _load_extractor(rules.processor_path, config["audio_config"])
-        self.rule = AUDIO_RULES[self.kind](self.extractor, config["audio_config"])
+        self.rule = AUDIO_RULES[self.kind](self.extractor, config)
         self.chat_template = chat_template(rules.processor_path) or (
             None if hf.chat_template else self.rule.template
         )
