@@ -106,3 +106,55 @@ def their_waveform(path: Path) -> np.ndarray:
         for name, value in known.items():
             patch.setattr(audio_utils, name, value, raising=False)
         return audio_utils.load_audio(str(path), RATE, backend="soundfile")
+
+
+def their_inputs(
+    name: str, folder: Path, messages: list[dict[str, Any]], root: Path
+) -> dict[str, torch.Tensor]:
+    """What transformers' processors make of a conversation.
+
+    Args:
+        name: of the toy.
+        folder: with its files.
+        messages: a question with recordings, and the answer unless it is a prompt.
+        root: of the recordings.
+    """
+    import transformers
+
+    question, *answers = messages
+    parts = question["content"]
+    sounds = [their_waveform(root / part["audio"]) for part in parts if part["type"] == "audio"]
+    hf = transformers.AutoTokenizer.from_pretrained(folder)
+    features = transformers.AutoFeatureExtractor.from_pretrained(folder)
+    if name == "qwen2_audio":
+        processor = transformers.Qwen2AudioProcessor(features, hf)
+        text = processor.apply_chat_template(
+            messages, tokenize=False, add_generation_prompt=not answers
+        )
+        given = {"audio": sounds, "sampling_rate": RATE} if sounds else {}
+        return dict(processor(text=text, return_tensors="pt", **given))
+    # the format of mistral-common, whose tokenizer would need a file that the toy does not have
+    lengths = iter([-(-len(sound) // RATE) for sound in sounds])
+    texts = [
+        f"[BEGIN_AUDIO]{10 * next(lengths) * '[AUDIO]'}" if "audio" in part else part["text"]
+        for part in parts
+    ]
+    ends = "".join(f"{answer['content']}</s>" for answer in answers)
+    text = f"<s>[INST]{''.join(texts)}[/INST]{ends}"
+    inputs = dict(hf(text, add_special_tokens=False, return_tensors="pt"))
+    if sounds:
+        inputs["input_features"] = voxtral_features(folder, sounds)
+    return {key: inputs[key] for key in inputs if key != "token_type_ids"}
+
+
+def voxtral_features(folder: Path, sounds: list[np.ndarray]) -> torch.Tensor:
+    """Spectrograms by transformers' processor, in stretches of a second instead of 30."""
+    import transformers
+
+    processor = transformers.VoxtralProcessor(
+        transformers.AutoFeatureExtractor.from_pretrained(folder),
+        transformers.AutoTokenizer.from_pretrained(folder),
+    )
+    options = {**transformers.VoxtralProcessor.audio_kwargs, "pad_to_multiple_of": RATE}
+    options["max_source_positions"] = 100
+    return processor._retrieve_input_features(sounds, **options)

@@ -2,6 +2,7 @@
 """Fine-tuning on audio: steps equal those of a loop with transformers, layouts equal one process."""
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -142,31 +143,14 @@ def loss_of(model: torch.nn.Module, inputs: dict, trained: torch.Tensor) -> torc
     return torch.nn.functional.cross_entropy(logits, labels, reduction="none")[trained]
 
 
-def _their_samples(name: str, folder: Path):
+def _their_samples(name: str, folder: Path) -> Iterator[tuple[dict, torch.Tensor]]:
     """Inputs by transformers' processors, and which targets are trained."""
-    extractor = transformers.AutoFeatureExtractor.from_pretrained(folder)
-    hf = transformers.AutoTokenizer.from_pretrained(folder)
     rules = MediaRules(str(folder), str(folder / "data"))
     encoder = RecordEncoder(HuggingFaceTokenizer(str(folder)), EncodingRules(1000, media=rules))
     for line in (folder / "data/training.jsonl").open():
         record = json.loads(line)
         sample = encoder([("here", record)]).samples[0]
-        sounds = [
-            toy_audio.their_waveform(folder / "data" / part["audio"])
-            for part in record["messages"][0]["content"]
-            if part["type"] == "audio"
-        ]
-        inputs = {"input_ids": torch.from_numpy(sample.tokens)[None].long()}
-        if name == "qwen2_audio":
-            processor = transformers.Qwen2AudioProcessor(extractor, hf)
-            text = processor.apply_chat_template(record["messages"], tokenize=False)
-            given = {"audio": sounds, "sampling_rate": 16_000} if sounds else {}
-            inputs = dict(processor(text=text, return_tensors="pt", **given))
-        elif sounds:
-            processor = transformers.VoxtralProcessor(extractor, hf)
-            options = {**transformers.VoxtralProcessor.audio_kwargs, "pad_to_multiple_of": 16_000}
-            options["max_source_positions"] = 100
-            inputs["input_features"] = processor._retrieve_input_features(sounds, **options)
+        inputs = toy_audio.their_inputs(name, folder, record["messages"], folder / "data")
         yield inputs, torch.from_numpy(sample.trained[1:])
 
 
