@@ -65,7 +65,7 @@ def page(report: dict[str, Any], records: list[dict[str, Any]], pictures: Path) 
     """A web page with some of the pictures and the answers to them."""
     rows = [
         f'<tr><td><img alt="" src="data:image/png;base64,{_encoded(pictures, record)}"></td>'
-        f"{_cell(before, right)}{_cell(after, right)}</tr>"
+        f"{answer_cell(before, right)}{answer_cell(after, right)}</tr>"
         for record, before, after, right in zip(
             records,
             report["before"]["answers"],
@@ -87,7 +87,8 @@ def _encoded(pictures: Path, record: dict[str, Any]) -> str:
     ).decode()
 
 
-def _cell(text: str, right: str) -> str:
+def answer_cell(text: str, right: str) -> str:
+    """An answer in the color of right or wrong."""
     return f'<td class="{"right" if text == right else "wrong"}">{html.escape(text) or "(nothing)"}</td>'
 
 
