@@ -55,18 +55,6 @@ ministral3_14b_finetune_config = finetune_recipe(
     MINISTRAL3_14B_VL, layout(tp=4), what="Ministral 3 14B full fine-tuning", gpus=8, memory_gb=60
 )
 
-# Voxtral. The learning rate is our own.
-#
-# The memory is for samples that consist of audio.
-
-voxtral_mini_3b_finetune_config = finetune_recipe(
-    "mistralai/Voxtral-Mini-3B-2507",
-    what="Voxtral Mini 3B full fine-tuning",
-    gpus=8,
-    memory_gb=52,
-    recompute=["vision_model"],
-)
-
 # Mistral 7B, NeMo and Small, and Ministral of 2024. Learning rates are our own: none are published.
 
 MINISTRAL_8B = "mistralai/Ministral-8B-Instruct-2410"

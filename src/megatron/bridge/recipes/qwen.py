@@ -326,18 +326,6 @@ qwen25_72b_finetune_config = finetune_recipe(
     QWEN25_72B, layout(tp=8, pp=2), what="Qwen 2.5 72B full fine-tuning", gpus=32, memory_gb=68
 )
 
-# Qwen2-Audio. The learning rate is our own.
-#
-# The memory is for samples that consist of audio, which is distributed evenly over tensor-parallel ranks.
-
-qwen2_audio_7b_finetune_config = finetune_recipe(
-    "Qwen/Qwen2-Audio-7B-Instruct",
-    layout(tp=2),
-    what="Qwen2-Audio 7B full fine-tuning",
-    gpus=8,
-    memory_gb=58,
-)
-
 # Qwen2-VL and Qwen2.5-VL. Learning rates are our own.
 #
 # The memory is for samples that consist of images, which are distributed evenly over tensor-parallel ranks.

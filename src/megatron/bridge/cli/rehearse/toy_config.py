@@ -80,14 +80,15 @@ def shrink(config: "ConfigContainer", world_size: int, steps: int) -> Toy:
 
 def _rehearse_without_images(toy: Toy) -> None:
     """A toy tower, which encodes a dummy image in each microbatch: the real processor needs files of the model."""
-    shrink_tower(toy.config.model)
+    model: Any = toy.config.model
+    shrink_tower(model)
     toy.config.dataset = MockGPTDatasetConfig(seq_length=SEQ_LENGTH)
     toy.config.tokenizer.tokenizer_type, toy.config.tokenizer.tokenizer_model = (
         "NullTokenizer",
         None,
     )
     kind, dummy = ("images", "a dummy image")
-    if takes_audio(toy.config.model.vision):
+    if takes_audio(model.vision):
         kind, dummy = ("audio", "silence")
     toy.changes.append(
         f"dataset: no {kind}, only text, and {dummy} in each microbatch for the tower"
