@@ -302,6 +302,13 @@ REMOTE_TOYS: dict[str, Toy] = {
 
 def make_tokenizer(toy: Toy) -> Any:
     """Bytes and special tokens."""
+    template = toy.template.replace("MARK", toy.mark).replace("FILM", toy.film) or None
+    named = {"extra_special_tokens": toy.named} if toy.named else {}
+    return byte_tokenizer(SPECIAL, chat_template=template, bos_token="<bos>", **named)
+
+
+def byte_tokenizer(special: tuple[str, ...], **options: Any) -> Any:
+    """A tokenizer of bytes, ``special`` tokens, and further ``options`` of transformers' class."""
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
@@ -312,16 +319,10 @@ def make_tokenizer(toy: Toy) -> Any:
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
     backend.add_special_tokens(
-        [AddedToken(token, special=True, normalized=False) for token in SPECIAL]
+        [AddedToken(token, special=True, normalized=False) for token in special]
     )
-    return PreTrainedTokenizerFast(
-        tokenizer_object=backend,
-        eos_token="<|im_end|>",
-        pad_token="<|endoftext|>",
-        bos_token="<bos>",
-        chat_template=toy.template.replace("MARK", toy.mark).replace("FILM", toy.film) or None,
-        **({"extra_special_tokens": toy.named} if toy.named else {}),
-    )
+    known = {"eos_token": "<|im_end|>", "pad_token": "<|endoftext|>"}
+    return PreTrainedTokenizerFast(tokenizer_object=backend, **{**known, **options})
 
 
 def image_processor(toy: Toy) -> Any:

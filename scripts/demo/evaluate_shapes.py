@@ -16,7 +16,8 @@ from transformers import AutoModelForImageTextToText, AutoTokenizer
 from transformers.utils import logging
 
 from megatron.bridge.data.media.media_rules import MediaRules
-from megatron.bridge.data.media.processing import MediaProcessor
+from megatron.bridge.data.media.processing import load_media_processor
+from megatron.bridge.data.media.processor import MediaProcessor
 
 NEW_TOKENS = 16
 SHOWN = 24
@@ -35,7 +36,7 @@ img {{ width: 96px; image-rendering: pixelated; }} .wrong {{ color: #b00; }} .ri
 def answers(directory: Path, records: list[dict[str, Any]], pictures: Path) -> list[str]:
     """What a model says about the picture of each record."""
     tokenizer: Any = AutoTokenizer.from_pretrained(directory)
-    media = MediaProcessor(MediaRules(str(directory), str(pictures)), tokenizer)
+    media = load_media_processor(MediaRules(str(directory), str(pictures)), tokenizer)
     model: Any = AutoModelForImageTextToText.from_pretrained(directory, dtype=torch.float32)
     return [answer(model, tokenizer, media, record["messages"][:1]) for record in records]
 
@@ -64,7 +65,7 @@ def page(report: dict[str, Any], records: list[dict[str, Any]], pictures: Path) 
     """A web page with some of the pictures and the answers to them."""
     rows = [
         f'<tr><td><img alt="" src="data:image/png;base64,{_encoded(pictures, record)}"></td>'
-        f"{_cell(before, right)}{_cell(after, right)}</tr>"
+        f"{answer_cell(before, right)}{answer_cell(after, right)}</tr>"
         for record, before, after, right in zip(
             records,
             report["before"]["answers"],
@@ -86,7 +87,8 @@ def _encoded(pictures: Path, record: dict[str, Any]) -> str:
     ).decode()
 
 
-def _cell(text: str, right: str) -> str:
+def answer_cell(text: str, right: str) -> str:
+    """An answer in the color of right or wrong."""
     return f'<td class="{"right" if text == right else "wrong"}">{html.escape(text) or "(nothing)"}</td>'
 
 

@@ -44,6 +44,16 @@ class Paths:
         """The vision-language model that learned to name shapes, exported."""
         return self.out / "Shapes-VL"
 
+    @property
+    def speech(self) -> Path:
+        """The unpacked package that speaks."""
+        return self.cache / "speech"
+
+    @property
+    def digits_model(self) -> Path:
+        """The model that learned to understand digits, exported."""
+        return self.out / "Digits-Audio"
+
 
 def script(name: str) -> Path:
     """A helper script of the demo."""

@@ -71,8 +71,8 @@ def write_pictures(folder: Path, split: str, count: int, seed: int) -> None:
     (folder / f"{split}.jsonl").write_text("".join(lines))
 
 
-def tokenizer() -> Any:
-    """One that knows bytes and a few special tokens."""
+def byte_tokenizer(special: tuple[str, ...], template: str) -> Any:
+    """A tokenizer that knows bytes and a few ``special`` tokens."""
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
@@ -83,10 +83,10 @@ def tokenizer() -> Any:
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
     backend.add_special_tokens(
-        [AddedToken(token, special=True, normalized=False) for token in SPECIAL]
+        [AddedToken(token, special=True, normalized=False) for token in special]
     )
     return PreTrainedTokenizerFast(
-        tokenizer_object=backend, eos_token="<|im_end|>", chat_template=TEMPLATE
+        tokenizer_object=backend, eos_token="<|im_end|>", chat_template=template
     )
 
 
@@ -95,7 +95,7 @@ def write_model(folder: Path) -> None:
     from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
     from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
-    hf = tokenizer()
+    hf = byte_tokenizer(SPECIAL, TEMPLATE)
     ids = {
         f"{kind}_token_id": hf.convert_tokens_to_ids(f"<|{kind}_pad|>")
         for kind in ("image", "video")

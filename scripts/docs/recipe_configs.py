@@ -2,7 +2,7 @@
 """Write ``recipes/configs``, the models of recipes, from the published configs in tests: ``make recipe-configs``.
 
 A text model's file has the keys that its bridge reads, as transformers spells them today, so that a recipe needs
-no transformers. A vision-language model's file has what differs from the defaults of its config class.
+no transformers. The file of a model with a tower has what differs from the defaults of its config class.
 """
 
 import json
@@ -19,6 +19,7 @@ OF_FILES = {"dtype", "transformers_version", "_name_or_path", "quantization_conf
 """What a file says of itself; a run has its own precision."""
 UNREAD = {"hidden_dropout_prob", "in_chans", "spatial_patch_size", "vision_token_id"}
 """Keys of vision-language models that transformers does not read."""
+TOWERS = ("vision_config", "audio_config")
 ROPE = ("rope_type", "factor", "low_freq_factor")
 """The first keys of rotary settings; the others follow in the order of the file."""
 BLOCK = {"attention": ("n_heads_in_group", "no_op"), "ffn": ("ffn_mult", "no_op")}
@@ -48,7 +49,8 @@ def bridge_of(source: Path) -> Any:
 
 def text_of(bridge: Any) -> str:
     """The file of the model that ``bridge`` converts, one key per line."""
-    entries = _vision(bridge) if hasattr(bridge.hf_config, "vision_config") else _text(bridge)
+    has_tower = any(hasattr(bridge.hf_config, key) for key in TOWERS)
+    entries = _with_tower(bridge) if has_tower else _text(bridge)
     lines = ",\n".join(
         f"  {json.dumps(key)}: {json.dumps(value)}" for key, value in entries.items()
     )
@@ -72,10 +74,11 @@ def _text(bridge: Any) -> dict[str, Any]:
     return {key: said[key] for key in (*IDENTITY, *dict.fromkeys(keys)) if key in said}
 
 
-def _vision(bridge: Any) -> dict[str, Any]:
+def _with_tower(bridge: Any) -> dict[str, Any]:
     found: dict[str, Any] = bridge.hf_config.to_diff_dict()
     tied = bridge.to_megatron_provider(load_weights=False).share_embeddings_and_output_weights
-    parts = {key: _needed(found[key]) for key in ("text_config", "vision_config")}
+    tower = next(key for key in TOWERS if key in found)
+    parts = {key: _needed(found[key]) for key in ("text_config", tower)}
     return _needed(
         {**found, **parts, "tie_word_embeddings": tied}
     )  # transformers' default is not what files imply

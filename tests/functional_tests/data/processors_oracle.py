@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from megatron.bridge.data.media.media_rules import MediaRules
-from megatron.bridge.data.media.processing import MediaProcessor
+from megatron.bridge.data.media.processor import MediaProcessor
 from megatron.bridge.data.media.references import ImageReference, MediaReference, decode
 from megatron.bridge.data.media.videos import SUPPORTED, decode_frames
 from megatron.bridge.data.records.encoding import RecordEncoder

@@ -10,7 +10,7 @@ import pytest
 from megatron.bridge.data.config import FinetuningDatasetConfig
 from megatron.bridge.data.loaders import build_iterators
 from megatron.bridge.data.media.media_rules import MediaRules
-from megatron.bridge.data.media.processing import MediaProcessor
+from megatron.bridge.data.media.processing import load_media_processor
 from megatron.bridge.data.media.videos import decode_frames, refer_video
 from megatron.bridge.data.preview.collect import preview
 from megatron.bridge.data.preview.render import to_html
@@ -188,7 +188,7 @@ def test_a_damaged_processor_is_named(folder, values):
     toy_vision.picture(folder, "a.png", 44, 30)
     with refused("image processor"):
         samples = encode(folder, {"type": "image", "image": "a.png"}).samples
-        processor = MediaProcessor(
+        processor = load_media_processor(
             MediaRules(str(folder), str(folder)), HuggingFaceTokenizer(str(folder)).hf
         )
         processor.pixels(samples[0].images)

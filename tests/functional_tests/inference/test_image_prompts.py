@@ -254,7 +254,10 @@ def test_the_token_of_an_image_as_text_is_refused(run_in_process, folders):
     """Gemma's template writes another token, so nothing but the count tells them apart."""
     asked = question(folders("gemma3_vl"), "a.png")
     asked[0]["content"][1]["text"] = "What does <image_soft_token> mean?"
-    with LLM(str(folders("gemma3_vl"))) as llm, refused("prompt 0", "5 image tokens", "need 4"):
+    with (
+        LLM(str(folders("gemma3_vl"))) as llm,
+        refused("prompt 0", "5 image or audio tokens", "need 4"),
+    ):
         llm.chat(asked, SAMPLING)
 
 

@@ -58,11 +58,8 @@ def started(directory, *options, **environment):
         *OPTIONS,
         *options,
     ]
-    variables = (
-        os.environ
-        | environment
-        | {"PYTHONPATH": f"{ROOT / 'src'}:{BESIDE}", "OMP_NUM_THREADS": "1"}
-    )
+    path = {"PYTHONPATH": f"{ROOT / 'src'}:{BESIDE}", "OMP_NUM_THREADS": "1"}
+    variables = os.environ | path | environment
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=variables) as process:
         try:
             line = process.stdout.readline()

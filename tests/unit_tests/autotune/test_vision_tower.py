@@ -47,6 +47,8 @@ NAMES = [
     "smolvlm",
     "idefics3",
     "nemotron_h_omni",
+    "qwen2_audio",
+    "voxtral",
 ]
 
 

@@ -15,6 +15,7 @@ NAMES = (
     *("gemma3_vl_4b_finetune_config", "glm_45v_finetune_config", "smolvlm2_256m_finetune_config"),
     *("qwen35_vl_35b_a3b_finetune_config", "gemma4_vl_e4b_finetune_config"),
     "gemma4_vl_12b_finetune_config",
+    *("qwen2_audio_7b_finetune_config", "voxtral_mini_3b_finetune_config"),
 )
 
 

@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from megatron.bridge.utils.errors import UserError
-from scripts.demo import chat, shakespeare, vision
+from scripts.demo import audio, chat, shakespeare, vision
 from scripts.demo.paths import Paths, clear
 from scripts.demo.runner import Runner, as_typed, megatron_bridge, torchrun
 
@@ -57,7 +57,7 @@ def write_report(paths, **changed):
     (paths.out / "answers.json").write_text(json.dumps(CHATS))
 
 
-def write_answers(paths, correct):
+def write_answers(paths, correct, name="shapes"):
     paths.out.mkdir(exist_ok=True)
     said = {"answers": ["red circle"] * 10}
     report = {
@@ -65,7 +65,7 @@ def write_answers(paths, correct):
         "before": {**said, "correct": 0},
         "after": {**said, "correct": correct},
     }
-    (paths.out / "shapes.json").write_text(json.dumps(report))
+    (paths.out / f"{name}.json").write_text(json.dumps(report))
 
 
 def test_a_model_that_sees_is_a_success(paths):
@@ -80,6 +80,20 @@ def test_a_model_that_does_not_see_is_a_failure(paths):
     write_answers(paths, 7)
     with pytest.raises(UserError, match="7 of 10"):
         vision.verify(paths)
+
+
+def test_a_model_that_hears_is_a_success(paths):
+    write_answers(paths, 9, "digits")
+    audio.verify(paths)
+    text = audio.summary(paths)
+    for told in ("10 recordings", "0 before", "9 after", "digits.html", "preview.html"):
+        assert told in text
+
+
+def test_a_model_that_does_not_hear_is_a_failure(paths):
+    write_answers(paths, 7, "digits")
+    with pytest.raises(UserError, match="7 of 10"):
+        audio.verify(paths)
 
 
 def test_a_proof_is_a_success(paths):

@@ -11,6 +11,7 @@ from megatron.bridge.backends.attention.torch_attention import RING_KINDS
 from megatron.bridge.backends.cpu.device import has_cuda
 from megatron.bridge.backends.specs.layer_specs import resolve_backend
 from megatron.bridge.models.model_provider import ModelProvider
+from megatron.bridge.models.vision.audio import takes_audio, tokens_of_stretch
 from megatron.bridge.training.config import ConfigContainer
 from megatron.bridge.training.config.resolve.context_sharing import (
     microbatch_tokens,
@@ -165,8 +166,13 @@ def _image_tokens(config: ConfigContainer) -> int:
 
 
 def _tokens_of_image(config: ConfigContainer) -> int:
-    """Return the tokens of the largest image that ``dataset.max_pixels`` allows, or 0 if that limit is unknown."""
+    """Return the tokens of the largest image that ``dataset.max_pixels`` allows, or 0 if that limit is unknown.
+
+    Of a model for audio, those of the stretch that its encoder takes at once.
+    """
     model: Any = config.model
+    if takes_audio(model.vision):
+        return tokens_of_stretch(model.vision)
     tower = model.vision.get("vision_config") or {}
     limit = getattr(config.dataset, "max_pixels", None)
     if limit is None or "patch_size" not in tower:

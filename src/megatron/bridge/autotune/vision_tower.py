@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Memory and FLOPs of a vision tower for images, counted on meta tensors.
+"""Memory and FLOPs of a tower for images or audio, counted on meta tensors.
 
 A tower is code of transformers, so no formulas exist for it. Its forward and backward passes run on the meta device
 while the live storages are counted. Attention saves the tensors that fused kernels save, without scores.
@@ -66,7 +66,7 @@ def tower_flops(tower: Any, tokens: int) -> float:
 
 
 def _make_image(tower: Any, tokens: int) -> dict[str, Tensor]:
-    """Create one image of about ``tokens`` tokens, or the smallest image if all images have the same size."""
+    """Create one image of about ``tokens`` tokens, or the smallest image if all have the same size, as audio has."""
     dtype = next(tower.parameters()).dtype
     height = math.isqrt(tokens)
     width = -(-tokens // height)
@@ -189,14 +189,21 @@ class _HostSizes(TorchFunctionMode):
 
 
 class _Attention(torch.autograd.Function):
-    """Attention from [b, h, t, d] to [b, t, h, d] that saves its inputs, its output, and one sum per row."""
+    """Attention from [b, h, t, d] to [b, t, h, d] that saves its inputs, its output, and one sum per row.
+
+    Kernels give their output the layout of the query. If that is contiguous, transformers copies the output.
+    """
 
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:  # type: ignore[override]
-        out = value.new_empty(*query.shape[:-1], value.shape[-1]).transpose(1, 2).contiguous()
+        batch, heads, length, _ = query.shape
+        if query.is_contiguous():
+            saved = value.new_empty(batch, heads, length, value.shape[-1])
+        else:
+            saved = value.new_empty(batch, length, heads, value.shape[-1]).transpose(1, 2)
         sums = query.new_empty(query.shape[:-1], dtype=torch.float32)
-        ctx.save_for_backward(query, key, value, mask, out, sums)
-        return out
+        ctx.save_for_backward(query, key, value, mask, saved, sums)
+        return saved.transpose(1, 2).contiguous()
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:  # type: ignore[override]

@@ -26,9 +26,9 @@ DESCRIPTION = "Chat with a model in its own template. Answers are streamed; Ctrl
 EXAMPLES = """example:
   megatron-bridge chat HuggingFaceTB/SmolLM2-135M-Instruct --system "Answer briefly."
 
-/image FILE shows an image with the next question, /reset starts again, /undo takes back the
-last question, /seed N sets the seed, /save FILE writes the messages as JSON, /quit or Ctrl-D
-ends. With --tools, type the result of each call that the model makes.
+/image FILE and /audio FILE add an image or a recording to the next question, /reset starts
+again, /undo takes back the last question, /seed N sets the seed, /save FILE writes the messages
+as JSON, /quit or Ctrl-D ends. With --tools, type the result of each call that the model makes.
 """
 
 
@@ -94,6 +94,7 @@ class Conversation:
     tools: list[dict[str, Any]] | None = None
     messages: list[dict[str, Any]] = field(default_factory=list)
     images: list[str] = field(default_factory=list)  # images of the next question
+    recordings: list[str] = field(default_factory=list)  # recordings of the next question
 
     def __post_init__(self) -> None:
         self.reset()
@@ -113,6 +114,7 @@ class Conversation:
     def reset(self) -> None:
         self.messages = [{"role": "system", "content": self.system}] if self.system else []
         self.images = []
+        self.recordings = []
 
     def _answer(
         self, question: str, ask: Callable[[], str | None], write: Callable[[str], object]
@@ -121,8 +123,9 @@ class Conversation:
 
         if not question.strip():
             return
-        self.messages = [*self.messages, *as_messages(question, self.images)]
+        self.messages = [*self.messages, *as_messages(question, self.images, self.recordings)]
         self.images = []  # a damaged image is not sent again
+        self.recordings = []
         message = self._generate(write)
         while message.get("tool_calls"):
             for call in message["tool_calls"]:
@@ -157,7 +160,9 @@ class Conversation:
         if name == "/reset":
             self.reset()
         elif name == "/image":
-            self._show(value.strip())
+            self.images.append(_existing(name, value.strip()))
+        elif name == "/audio":
+            self.recordings.append(_existing(name, value.strip()))
         elif name == "/undo":
             users = [
                 index for index, message in enumerate(self.messages) if message["role"] == "user"
@@ -170,12 +175,7 @@ class Conversation:
         elif name == "/save":
             self._save(value.strip())
         else:
-            write("commands: /image FILE, /reset, /undo, /seed N, /save FILE, /quit\n")
-
-    def _show(self, name: str) -> None:
-        if not Path(name).is_file():
-            raise UserError(f"/image {name}: there is no such file")
-        self.images.append(name)
+            write("commands: /image FILE, /audio FILE, /reset, /undo, /seed N, /save FILE, /quit\n")
 
     def _save(self, name: str) -> None:
         try:
@@ -185,6 +185,12 @@ class Conversation:
             Path(name).write_text(json.dumps(record, ensure_ascii=False) + "\n")
         except OSError as error:
             raise UserError(f"/save {name}: {error.strerror}") from error
+
+
+def _existing(command: str, name: str) -> str:
+    if not Path(name).is_file():
+        raise UserError(f"{command} {name}: there is no such file")
+    return name
 
 
 @contextmanager

@@ -32,6 +32,7 @@ EXAMPLES = """examples:
   megatron-bridge generate checkpoints/smollm2 --prompt "The capital of France is" --max-new-tokens 20
   megatron-bridge generate HuggingFaceTB/SmolLM2-135M-Instruct --prompts in.jsonl --output out.jsonl --chat
 
+  megatron-bridge generate Qwen/Qwen2-Audio-7B-Instruct --audio call.wav --prompt "Who speaks?"
   megatron-bridge generate Qwen/Qwen2.5-VL-3B-Instruct --image chart.png --prompt "What does it show?"
 
 A line of a .jsonl file is an object with prompt, text or input (a text or token ids) or
@@ -57,9 +58,15 @@ def add_arguments(parser: Parser) -> None:
         help="image that --prompt asks about; repeatable",
     )
     parser.add_argument(
+        "--audio",
+        action="append",
+        metavar="FILE",
+        help="recording that --prompt asks about; repeatable",
+    )
+    parser.add_argument(
         "--media-root",
         metavar="DIR",
-        help="folder of the images of --prompts (default: its own)",
+        help="folder of the images and recordings of --prompts (default: its own)",
     )
     parser.add_hidden_names({"--out": "--output"})
     parser.add_argument(
@@ -112,10 +119,12 @@ def run(args: argparse.Namespace) -> int:
         )
     if args.media_root and args.prompts is None:
         raise UserError(
-            "--media-root is for the images of --prompts: leave it out, --image takes any path"
+            "--media-root is for the images of --prompts: leave it out, --image and --audio take any path"
         )
     if args.image and args.prompts is not None:
         raise UserError("--image is for --prompt: name the images of --prompts in its messages")
+    if args.audio and args.prompts is not None:
+        raise UserError("--audio is for --prompt: name the recordings of --prompts in its messages")
     if args.prompts is not None and _is_batch_file(args.prompts):
         _refuse_idle_options(args)
         model_options.check_paths(args)
@@ -199,9 +208,9 @@ def _print_one(args: argparse.Namespace, values: dict[str, Any]) -> int:
     from megatron.bridge.inference.requests import Sampling
     from megatron.bridge.utils import distributed
 
-    prompt: Any = (
-        as_messages(args.prompt, args.image or ()) if args.chat or args.image else args.prompt
-    )
+    prompt: Any = args.prompt
+    if args.chat or args.image or args.audio:
+        prompt = as_messages(args.prompt, args.image or (), args.audio or ())
     with model_options.load(args) as llm:
         for completions in llm.generate_each([prompt], Sampling(**values), ["--prompt"]):
             if distributed.rank() == 0:

@@ -37,6 +37,9 @@ from megatron.bridge.data.vlm_datasets import (
     HFDatasetConversationProvider as HFDatasetConversationProvider,
 )
 from megatron.bridge.data.vlm_datasets import (
+    MockAudioConversationProvider as MockAudioConversationProvider,
+)
+from megatron.bridge.data.vlm_datasets import (
     MockVLMConversationProvider as MockVLMConversationProvider,
 )
 from megatron.bridge.data.vlm_datasets import (

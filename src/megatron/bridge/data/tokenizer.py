@@ -235,8 +235,9 @@ def load_hf_tokenizer(
     storage.pull(folder, lambda name: name.endswith(_ENDINGS))
     path_or_id = str(folder) if folder.is_dir() else path
     try:
-        return AutoTokenizer.from_pretrained(
-            path_or_id, trust_remote_code=trust_remote_code, **options
+        # not mistral-common's tokenizers, where they are installed: those do not map tokens to characters
+        hf = AutoTokenizer.from_pretrained(
+            path_or_id, trust_remote_code=trust_remote_code, **{"mistral_format": False, **options}
         )
     except Exception as error:  # for damaged files, transformers raises almost anything
         if folder.is_dir():
@@ -250,6 +251,10 @@ def load_hf_tokenizer(
         raise UserError(
             f"cannot load a tokenizer from {path}: {rule} ({type(error).__name__}: {reason})"
         ) from error
+    if hf.eos_token is None and str(hf.init_kwargs.get("vocab_file")).endswith("tekken.json"):
+        # Mistral's file does not say which of its special tokens these are
+        hf.bos_token, hf.eos_token = "<s>", "</s>"
+    return hf
 
 
 def _name_damaged_file(folder: Path) -> None:

@@ -19,9 +19,10 @@ from torch import Tensor
 from megatron.bridge.backends.attention.block_mask import AttentionWindow, looking_ahead
 from megatron.bridge.data.media.media_rules import MediaRules
 from megatron.bridge.data.media.positions import Positions
-from megatron.bridge.data.media.processing import MediaProcessor
-from megatron.bridge.data.media.processor_files import chat_template
-from megatron.bridge.data.media.references import MAX_PIXELS, MediaReference
+from megatron.bridge.data.media.processing import load_media_processor
+from megatron.bridge.data.media.processor import MediaProcessor
+from megatron.bridge.data.media.processor_files import chat_template, read_config
+from megatron.bridge.data.media.references import MAX_PIXELS, AudioReference, MediaReference
 from megatron.bridge.data.records.chat_template import ChatTemplate, RenderedChat
 from megatron.bridge.data.records.encoding import expand
 from megatron.bridge.data.records.end_tokens import (
@@ -33,6 +34,7 @@ from megatron.bridge.data.records.end_tokens import (
 from megatron.bridge.data.records.formats import Chat
 from megatron.bridge.data.tokenizer import encode_beginning
 from megatron.bridge.inference.requests import Sampling
+from megatron.bridge.models.vision.audio import AUDIO_MODELS
 from megatron.bridge.models.vision.merge import look_ahead, media_rows
 from megatron.bridge.utils.errors import UserError
 
@@ -69,19 +71,20 @@ class PromptSight:
         self._config = config
         self._has_processor = has_processor
         has_tower = getattr(config, "vision", None) is not None
-        tokens = (config.image_token_id, config.video_token_id) if has_tower else ()
+        tokens = config.placeholders if has_tower else ()
         self.placeholders = frozenset(token for token in tokens if token is not None)
 
     def check(self, prompt: Sequence[int], sampling: Sampling) -> None:
         """Refuse images without a vision tower, placeholders without images, and attention beyond a window."""
         images = getattr(prompt, "images", None)
         if images is not None and not (self.placeholders and self._has_processor):
-            raise UserError("the prompt has images, but the model has no vision tower: remove them")
+            raise UserError(
+                "the prompt has images or audio, but the model has no tower for them: remove them"
+            )
         if images is None and (image_tokens := self.placeholders.intersection(prompt)):
             raise UserError(
-                f"the prompt has the image token {min(image_tokens)}, but no images: give a "
-                "conversation with image parts, or "
-                "remove the token"
+                f"the prompt has the image or audio token {min(image_tokens)}, but no images and no audio: give a "
+                "conversation with such parts, or remove the token"
             )
         if sampling.prompt_logprobs is not None and getattr(
             self._config, "bidirectional_prompt", False
@@ -142,9 +145,16 @@ def as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     return list(prompts)  # type: ignore[arg-type]
 
 
-def as_messages(question: str, images: Sequence[str | Path] = ()) -> list[dict[str, Any]]:
-    """Return a user message with a question about the images at the given paths."""
-    parts = [{"type": "image", "image": str(Path(image).absolute())} for image in images]
+def as_messages(
+    question: str, images: Sequence[str | Path] = (), recordings: Sequence[str | Path] = ()
+) -> list[dict[str, Any]]:
+    """Return a user message with a question about the images and recordings at the given paths."""
+    files = {"image": images, "audio": recordings}
+    parts = [
+        {"type": kind, kind: str(Path(path).absolute())}
+        for kind, paths in files.items()
+        for path in paths
+    ]
     return [
         {
             "role": "user",
@@ -199,10 +209,25 @@ class PromptReader:
         self._share = share
 
     @cached_property
+    def modalities(self) -> list[str]:
+        """What prompts may consist of."""
+        if self.media is None:
+            return ["text"]
+        kind = read_config(self.media.processor_path).get("model_type")
+        return ["text", "audio" if kind in AUDIO_MODELS else "image"]
+
+    @cached_property
+    def chat_template(self) -> str | None:
+        """The template in use: that of a family whose files have none, or ``template``, or None for the tokenizer's."""
+        if self.template or self.media is None or self.hf is None or self.hf.chat_template:
+            return self.template
+        return self.processor.chat_template
+
+    @cached_property
     def processor(self) -> MediaProcessor:
-        """The image processor, loaded for the first image."""
+        """The processor of images or audio, loaded for the first of them."""
         assert self.media is not None, "tokens() has refused images"
-        return MediaProcessor(self.media, self.hf)
+        return load_media_processor(self.media, self.hf)
 
     def tokens(
         self, prompt: Prompt | Messages, location: str, continues: bool = False
@@ -234,12 +259,12 @@ class PromptReader:
         if self.hf is None:
             return ""
         try:
-            return str(self.hf.get_chat_template(self.template, list(tools) or None))
+            return str(self.hf.get_chat_template(self.chat_template, list(tools) or None))
         except ValueError:  # there is none
             return ""
 
     def _render_chat(self, chat: Chat, location: str, continues: bool) -> str:
-        template = ChatTemplate(self.hf, self.template, parts=self.media is not None)
+        template = ChatTemplate(self.hf, self.chat_template, parts=self.media is not None)
         return _render_calls(chat, lambda given: template.prompt(given, location, continues))
 
     def conversation_tokens(
@@ -253,7 +278,7 @@ class PromptReader:
             is_prompt: End with the generation prompt, instead of with the last message.
         """
         chat = parse_chat(record, location)
-        template = ChatTemplate(self.hf, self.template)
+        template = ChatTemplate(self.hf, self.chat_template)
 
         def render(given: Chat) -> str:
             if is_prompt:
@@ -280,15 +305,14 @@ class PromptReader:
     def _with_images(self, chat: Chat, location: str, continues: bool) -> TokensWithImages:
         if self.media is None:
             raise UserError(
-                f"{location}: the prompt has images, but the model has no image processor: remove them, or give the "
-                "folder of a vision-language model with its preprocessor_config.json"
+                f"{location}: the prompt has images or audio, but the model has no processor for them: remove them, or "
+                "give the folder of a vision-language or audio model with its preprocessor_config.json"
             )
         references = self.processor.references(
             ((item.kind, item.raw) for item in chat.images), location
         )
-        text = ChatTemplate(
-            self.hf, self.template or self.processor.chat_template, parts=True
-        ).prompt(chat, location, continues)
+        template = ChatTemplate(self.hf, self.chat_template, parts=True)
+        text = template.prompt(chat, location, continues)
         text = expand(RenderedChat(text, [], []), references, self.processor, location).text
         tokens = np.array(self.hf.encode(text, add_special_tokens=False))
         rows = media_rows(torch.from_numpy(tokens), *self.processor.token_ids).numpy()
@@ -304,24 +328,25 @@ class PromptReader:
         """Refuse invalid images now and on all ranks, not during a step; check the cheap limits first."""
         if self.max_context is not None and length > self.max_context:
             raise UserError(
-                f"{location}: the prompt with its images has {length} tokens, more than the context of "
-                f"{self.max_context}: use fewer or smaller images"
+                f"{location}: the prompt with its images or audio has {length} tokens, more than the context of "
+                f"{self.max_context}: use fewer or smaller images, or less audio"
             )
-        if (size := sum(item.height * item.width for item in media)) > MAX_PIXELS:
+        pictures = [item for item in media if not isinstance(item, AudioReference)]
+        if (size := sum(item.height * item.width for item in pictures)) > MAX_PIXELS:
             raise UserError(
                 f"{location}: the images have {size:,} pixels, more than {MAX_PIXELS:,}: make them smaller"
             )
         if placeholders != (needed := self.processor.total_tokens(media)):
             raise UserError(
-                f"{location}: the prompt has {placeholders} image tokens, but its images need {needed}: remove image "
-                "tokens from the text"
+                f"{location}: the prompt has {placeholders} image or audio tokens, but its media need {needed}: "
+                f"remove {self.processor.token} from the text"
             )
         for item in media:
             self.processor.pixels([item])
 
     def end_of_turn(self, before: list[dict[str, Any]] | None = None) -> set[int]:
         """Return ``end_of_turn`` with the reader's template."""
-        return end_of_turn(self.hf, self.template, before, parts=self.media is not None)
+        return end_of_turn(self.hf, self.chat_template, before, parts=self.media is not None)
 
     def pixels(self, media: Sequence[MediaReference]) -> dict[str, Tensor]:
         """Return the tensors of the images and videos that this rank encodes."""

@@ -8,6 +8,7 @@ only the call imports torch.
 
 from typing import TYPE_CHECKING, Any
 
+from megatron.bridge.recipes.audio import *
 from megatron.bridge.recipes.deepseek import *
 from megatron.bridge.recipes.gemma import *
 from megatron.bridge.recipes.glm import *

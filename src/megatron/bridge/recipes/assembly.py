@@ -9,6 +9,7 @@ from megatron.bridge.data.config import (
     DatasetConfig,
     FinetuningDatasetConfig,
     GPTDatasetConfig,
+    MockAudioConversationProvider,
     MockGPTDatasetConfig,
     MockVLMConversationProvider,
 )
@@ -40,9 +41,9 @@ def pretrain_config(size: Size, options: dict[str, Any]) -> ConfigContainer:
         options: Values of ``PretrainOptions``, defaults included.
     """
     data_paths = options["data_paths"]
-    with_images = isinstance(size, VisionSize)
+    has_tower = isinstance(size, VisionSize)
     if data_paths is None:
-        dataset = _mock_data(options, with_images)
+        dataset = _mock_data(options, size)
     else:
         dataset = GPTDatasetConfig(
             seq_length=options["seq_length"],
@@ -50,7 +51,7 @@ def pretrain_config(size: Size, options: dict[str, Any]) -> ConfigContainer:
             split=options["split"],
             random_seed=options["seed"],
         )
-    mock = data_paths is None and not with_images  # images need the model's own tokenizer
+    mock = data_paths is None and not has_tower  # images and audio need the model's own tokenizer
     return _assemble(size, options, dataset, weight_decay=0.1, mock=mock)
 
 
@@ -61,9 +62,8 @@ def finetune_config(size: Size, options: dict[str, Any]) -> ConfigContainer:
         size: The model.
         options: Values of ``FinetuneOptions``, defaults included.
     """
-    with_images = isinstance(size, VisionSize)
-    mock = options["dataset_root"] is None and not with_images
-    dataset = _tuning_data(options, with_images)
+    mock = options["dataset_root"] is None and not isinstance(size, VisionSize)
+    dataset = _tuning_data(options, size)
     config = _assemble(size, options, dataset, weight_decay=0.01, mock=mock)
     weights = options["pretrained_checkpoint"] or options["hf_model"]
     config.checkpoint.pretrained_checkpoint = weights
@@ -72,10 +72,10 @@ def finetune_config(size: Size, options: dict[str, Any]) -> ConfigContainer:
     return config
 
 
-def _tuning_data(options: dict[str, Any], with_images: bool) -> DatasetConfig:
+def _tuning_data(options: dict[str, Any], size: Size) -> DatasetConfig:
     root = options["dataset_root"]
     if root is None:
-        return _mock_data(options, with_images)
+        return _mock_data(options, size)
     seq_length = options["seq_length"]
     seed = options["seed"]
     if is_read_by_datasets(root):
@@ -83,11 +83,14 @@ def _tuning_data(options: dict[str, Any], with_images: bool) -> DatasetConfig:
     return FinetuningDatasetConfig(seq_length=seq_length, dataset_root=root, seed=seed)
 
 
-def _mock_data(options: dict[str, Any], with_images: bool) -> DatasetConfig:
+def _mock_data(options: dict[str, Any], size: Size) -> DatasetConfig:
     seq_length = options["seq_length"]
     seed = options["seed"]
-    if with_images:
-        return MockVLMConversationProvider(seq_length=seq_length, seed=seed, random_seed=seed)
+    if isinstance(size, VisionSize):
+        provider = (
+            MockAudioConversationProvider if size.takes_audio else MockVLMConversationProvider
+        )
+        return provider(seq_length=seq_length, seed=seed, random_seed=seed)
     return MockGPTDatasetConfig(seq_length=seq_length, random_seed=seed)
 
 

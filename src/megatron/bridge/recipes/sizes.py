@@ -73,7 +73,12 @@ class Size:
 
 @dataclass(frozen=True)
 class VisionSize(Size):
-    """Size of a vision-language model; transformers' config class completes the numbers."""
+    """Size of a model with a tower; transformers' config class completes the numbers."""
+
+    @property
+    def takes_audio(self) -> bool:
+        """Whether the tower encodes audio instead of images."""
+        return "vision_config" not in self.numbers
 
     def _config(self) -> Any:
         return hf_config(self.numbers)
@@ -117,7 +122,7 @@ def size_of(hub_id: str, training: Mapping[str, Any] | None = None, **changes: A
             "config.json"
         )
     numbers: dict[str, Any] = json.loads(file.read_text())
-    size_class = VisionSize if "vision_config" in numbers else Size
+    size_class = VisionSize if {"vision_config", "audio_config"} & numbers.keys() else Size
     model_id = hub_id.removesuffix(TEXT_MODEL)
     return size_class(model_id, {**numbers, **changes}, training or {}, published=not changes)
 

@@ -271,7 +271,7 @@ MISTAKES = {
         chat({"type": "video", "video": "a.mp4", "fps": 2}),
         ("fps=2", "dataset.fps"),
     ),
-    "audio key": (chat(TEXT, audios=["a.wav"]), ("audios", "remove")),
+    "audio key": (chat(TEXT, audios=["a.wav"]), ("1 audios", "<audio>")),
     "two images in a part": (chat(image(["a.png", "b.png"]), TEXT), ("list",)),
     "two sources": (
         chat({"type": "image", "image": "a.png", "url": "b.png"}, TEXT),

@@ -99,7 +99,7 @@ def _mesh_of_replicas(group: ProcessGroup, shards: ProcessGroup, device: str) ->
     if size == group.size():
         return _mesh_of_group(group, device)
     copies = sharded_rows.copies()
-    names = (f"copies_{copies.group_name}", f"replicas_{shards.group_name}")
+    names = sharded_rows.mesh_dim_names("copies", "replicas")
     rows = sharded_rows.ranks_by_copy(group, shards)
     return DeviceMesh.from_group([copies, shards], device, mesh=rows, mesh_dim_names=names)
 

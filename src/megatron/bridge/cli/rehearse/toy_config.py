@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from megatron.bridge.backends.attention.torch_attention import RING_KINDS
 from megatron.bridge.data.config import MockGPTDatasetConfig
 from megatron.bridge.models.features.feature import ToySizes
+from megatron.bridge.models.vision.audio import takes_audio
 from megatron.bridge.training.config.resolve.requirements import RECOMPUTED_BY_ENGINE
 from megatron.bridge.training.initialize.rank_state import sizes_of
 
@@ -79,14 +80,18 @@ def shrink(config: "ConfigContainer", world_size: int, steps: int) -> Toy:
 
 def _rehearse_without_images(toy: Toy) -> None:
     """A toy tower, which encodes a dummy image in each microbatch: the real processor needs files of the model."""
-    shrink_tower(toy.config.model)
+    model: Any = toy.config.model
+    shrink_tower(model)
     toy.config.dataset = MockGPTDatasetConfig(seq_length=SEQ_LENGTH)
     toy.config.tokenizer.tokenizer_type, toy.config.tokenizer.tokenizer_model = (
         "NullTokenizer",
         None,
     )
+    kind, dummy = ("images", "a dummy image")
+    if takes_audio(model.vision):
+        kind, dummy = ("audio", "silence")
     toy.changes.append(
-        "dataset: no images, only text, and a dummy image in each microbatch for the tower"
+        f"dataset: no {kind}, only text, and {dummy} in each microbatch for the tower"
     )
 
 
@@ -436,6 +441,9 @@ _TOKENS_PER_SIDE = 2
 def shrink_tower(model: Any) -> None:
     """Shrink ``model.vision`` and the settings that depend on the width of heads, after the decoder."""
     values = model.vision
+    if takes_audio(values):
+        _shrink_audio_tower(model)
+        return
     tower = values["vision_config"]
     is_as_wide = "embed_dim" in tower  # Qwen2-VL's hidden_size is the decoder's
     widths = {**_WIDTHS, "hidden_size": model.hidden_size if is_as_wide else TOWER_WIDTH}
@@ -444,23 +452,48 @@ def shrink_tower(model: Any) -> None:
         **tower,
         **{name: value for name, value in widths.items() if tower.get(name) is not None},
     }
-    text = {**values["text_config"], "hidden_size": model.hidden_size}
-    text |= {
-        "num_attention_heads": model.num_attention_heads,
-        "num_key_value_heads": model.num_query_groups,
-    }
-    if "head_dim" in text:
-        text["head_dim"] = model.kv_channels
     model.vision = {
         **values,
         "vision_config": small,
-        "text_config": text,
+        "text_config": _text_of_tower(model),
         **_image_sizes(values, small),
     }
     if model.mrope_section:
         model.mrope_section = _sections(
             model.mrope_section, int(model.kv_channels * model.rotary_percent) // 2
         )
+
+
+_AUDIO_WIDTHS = {
+    **dict.fromkeys(("hidden_size", "d_model"), TOWER_WIDTH),
+    **dict.fromkeys(("intermediate_size", "encoder_ffn_dim"), 2 * TOWER_WIDTH),
+    **dict.fromkeys(("num_hidden_layers", "encoder_layers"), 2),
+    **dict.fromkeys(("num_attention_heads", "encoder_attention_heads"), TOWER_HEADS),
+    "num_mel_bins": 8,
+    "max_source_positions": 16,
+}
+
+
+def _shrink_audio_tower(model: Any) -> None:
+    tower = model.vision["audio_config"]
+    small = {name: value for name, value in _AUDIO_WIDTHS.items() if name in tower}
+    model.vision = {
+        **model.vision,
+        "audio_config": {**tower, **small},
+        "text_config": _text_of_tower(model),
+    }
+
+
+def _text_of_tower(model: Any) -> dict[str, Any]:
+    """What a tower reads of the config of its decoder, with the sizes of ``model``."""
+    text = {**model.vision["text_config"], "hidden_size": model.hidden_size}
+    text |= {
+        "num_attention_heads": model.num_attention_heads,
+        "num_key_value_heads": model.num_query_groups,
+    }
+    if "head_dim" in text:
+        text["head_dim"] = model.kv_channels
+    return text
 
 
 def _image_sizes(values: dict[str, Any], tower: dict[str, Any]) -> dict[str, Any]:

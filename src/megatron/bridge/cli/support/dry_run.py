@@ -29,6 +29,11 @@ from megatron.bridge.cli.support import summary
 from megatron.bridge.cli.support.train_job import TrainJob
 from megatron.bridge.models.flops import local_flops_per_token
 from megatron.bridge.models.model_provider import ModelProvider
+from megatron.bridge.models.vision.audio import (
+    seconds_of_stretch,
+    takes_audio,
+    tokens_of_stretch,
+)
 from megatron.bridge.recipes.teachers import critic_of, teacher_of
 from megatron.bridge.training.checkpointing.save_load import export_problem
 from megatron.bridge.training.config import ConfigContainer
@@ -142,14 +147,28 @@ def _memory(config: "ConfigContainer", memory: list[RankMemory]) -> Iterator[str
 
 
 def _images(config: "ConfigContainer") -> Iterator[str]:
-    """Name the number of images for which the vision tower's memory is estimated, if there is a tower."""
+    """Name the number of images, or the audio, for which the tower's memory is estimated, if there is a tower."""
     vision = getattr(config.model, "vision", None)
     if vision is None:
         return
+    tokens = sizes_of(config).image_tokens
     yield (
-        f"each rank encodes up to {sizes_of(config).image_tokens:,} tokens of images at once: dataset.max_image_tokens "
+        f"each rank encodes up to {tokens:,} tokens of {_encoded(vision, tokens)} at once: dataset.max_image_tokens "
         "limits them, and model.recompute_vision_model=true stores fewer activations"
     )
+    if takes_audio(vision):
+        yield (
+            f"audio is encoded in stretches of {seconds_of_stretch(vision):g} seconds: a shorter recording needs the "
+            "memory and time of one"
+        )
+
+
+def _encoded(vision: dict[str, Any], tokens: int) -> str:
+    """What a tower encodes, of audio with the seconds that have so many tokens."""
+    if not takes_audio(vision):
+        return "images"
+    rate = tokens_of_stretch(vision) / seconds_of_stretch(vision)
+    return f"audio ({tokens / rate:,.0f} seconds, {rate:g} tokens per second)"
 
 
 def _fits(config: "ConfigContainer", world_size: int, memory: list[RankMemory], kind: str) -> bool:
@@ -213,12 +232,13 @@ def _compute(
 
 
 def _compute_of_tower(config: "ConfigContainer") -> Iterator[str]:
-    """Count the operations of the vision tower for samples with the maximum number of image tokens."""
+    """Count the operations of the tower for samples with the maximum number of tokens of images or audio."""
     tower = getattr(meta_model.whole_model(config.model), "vision", None)
     if tower is None or not (flops := tower_flops(tower, tokens := images_of_row(config))):
         return
     batch = config.train.global_batch_size
-    yield f"vision tower: {flops * batch:.3g} FLOPs more per step, with {tokens:,} tokens of images in each row"
+    kind = "audio" if takes_audio(tower.config.to_dict()) else "images"
+    yield f"tower: {flops * batch:.3g} FLOPs more per step, with {tokens:,} tokens of {kind} in each row"
 
 
 def _save_problems(config: "ConfigContainer", notes: list[str]) -> list[str]:

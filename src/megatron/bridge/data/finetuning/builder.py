@@ -16,7 +16,7 @@ from megatron.bridge.data.finetuning.rows import (
     Row,
     SampleRows,
 )
-from megatron.bridge.data.media.processing import MediaProcessor
+from megatron.bridge.data.media.processor import MediaProcessor
 from megatron.bridge.data.records.encoding import media_processor
 from megatron.bridge.data.records.preparation import PreparedSamples, prepare
 from megatron.bridge.data.records.problems import find_problems, join_problems

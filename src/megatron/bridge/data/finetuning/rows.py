@@ -11,7 +11,7 @@ import torch
 from torch.utils.data import Dataset
 
 from megatron.bridge.data.finetuning.packing import pack, rounded_up
-from megatron.bridge.data.media.processing import MediaProcessor
+from megatron.bridge.data.media.processor import MediaProcessor
 from megatron.bridge.data.media.references import MediaReference
 from megatron.bridge.data.records.samples import EncodingReport, Sample, Samples
 

@@ -5,22 +5,20 @@ Pixels are computed by transformers' processors of the checkpoint. Its composite
 decode images in order to count tokens, and would lose which characters belong to an answer.
 """
 
-import hashlib
-import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from megatron.bridge.data.media.downloads import fetched
+from megatron.bridge.data.media.audio_processor import AUDIO_RULES, AudioProcessor
 from megatron.bridge.data.media.expansion import EXPANSIONS, Grid
 from megatron.bridge.data.media.media_rules import PROCESSOR_ERRORS, MediaRules
 from megatron.bridge.data.media.positions import IMAGE, TEXT, VIDEO, Positions, mrope_positions
+from megatron.bridge.data.media.processor import MediaProcessor, hash_of
 from megatron.bridge.data.media.processor_files import (
     REMOTE_MODELS,
     chat_template,
@@ -29,6 +27,7 @@ from megatron.bridge.data.media.processor_files import (
     read_json_file,
 )
 from megatron.bridge.data.media.references import (
+    AudioReference,
     ImageReference,
     MediaReference,
     VideoReference,
@@ -58,21 +57,35 @@ _TENSORS = (
 )
 
 
-class MediaProcessor:
+Picture = ImageReference | VideoReference
+
+
+def _pictures(media: Sequence[MediaReference]) -> list[Picture]:
+    """The same references, of which ``references`` has refused audio."""
+    return [item for item in media if not isinstance(item, AudioReference)]
+
+
+def load_media_processor(rules: MediaRules, hf: "PreTrainedTokenizerBase") -> MediaProcessor:
+    """The processor of images or audio of a checkpoint; ``hf`` is its tokenizer."""
+    config = read_config(rules.processor_path)
+    if config.get("model_type") in AUDIO_RULES:
+        return AudioProcessor(rules, hf, config)
+    return ImageProcessor(rules, hf, config)
+
+
+class ImageProcessor(MediaProcessor):
     """The images and videos of a run; the special tokens of the tokenizer ``hf`` are the placeholders."""
 
-    def __init__(self, rules: MediaRules, hf: "PreTrainedTokenizerBase") -> None:
-        self.root = Path(rules.root)
-        self.max_image_tokens = rules.max_image_tokens
-        self.share: tuple[int, int] | None = (0, 1)
-        """See ``DatasetRequest.image_share``."""
+    def __init__(
+        self, rules: MediaRules, hf: "PreTrainedTokenizerBase", config: Mapping[str, Any]
+    ) -> None:
+        super().__init__(rules)
         path = rules.processor_path
-        config = read_config(path)
         kind = config.get("model_type", "")
         if kind not in EXPANSIONS:
             raise UserError(
                 f"dataset.hf_processor_path={path} is a {kind or 'model without model_type'}: images are "
-                f"supported for {', '.join(EXPANSIONS)}"
+                f"supported for {', '.join(EXPANSIONS)}, audio for {', '.join(AUDIO_RULES)}"
             )
         self.hf_processor = load_image_processor(
             path, rules, config if kind in REMOTE_MODELS else None
@@ -87,19 +100,18 @@ class MediaProcessor:
             None if hf.chat_template else self.expansion.template
         )
         self.kind = kind
-        self._rules = rules
+        self.token = self.expansion.token
         self._values = values
         self._blanks: dict[str, dict[str, Tensor]] = {}
         self.token_ids = [
             self.expansion.token_id,
             values.get("video_token_id") or self.expansion.token_id,
-        ]
-        """The tokens whose embeddings features of the tower replace: of images, and of videos."""
+        ]  # of images, and of videos
 
     @cached_property
     def videos(self) -> VideoProcessor:
         """Loaded with the first video, because it needs further packages."""
-        return VideoProcessor(self.kind, self._rules, self._values)
+        return VideoProcessor(self.kind, self.rules, self._values)
 
     def _load_videos(self, location: str) -> None:
         try:
@@ -108,7 +120,6 @@ class MediaProcessor:
             raise UserError(f"{location}: {error}") from error
 
     def placeholder(self, media: MediaReference | None = None) -> str:
-        """The text that a chat template writes for a video or an image."""
         return (
             self.videos.placeholder
             if isinstance(media, VideoReference)
@@ -124,7 +135,6 @@ class MediaProcessor:
         return f"images by {type(self.hf_processor).__name__}{pixels}{videos}"
 
     def key(self) -> str:
-        """A hash of everything that the tokens of an image depend on."""
         values = [
             self.kind,
             type(self.hf_processor).__name__,
@@ -136,22 +146,24 @@ class MediaProcessor:
             for name in ("image_seq_length", "image_seq_len", "patch_size")
         ]
         values += [] if self.max_image_tokens is None else [self.max_image_tokens]
-        rules = self._rules
-        video_config = read_json_file(self._rules.processor_path, "video_preprocessor_config.json")
+        rules = self.rules
+        video_config = read_json_file(self.rules.processor_path, "video_preprocessor_config.json")
         videos = (
             rules.fps,
             rules.max_frames,
             video_config or self.expansion.values.get("video_processor"),
         )
         values += [videos] if any(videos) else []
-        text = json.dumps([*values, self.chat_template], sort_keys=True, default=str)
-        return hashlib.blake2b(text.encode(), digest_size=12).hexdigest()
+        return hash_of([*values, self.chat_template])
 
     def references(self, named: Iterable[tuple[str, Any]], location: str) -> list[MediaReference]:
-        """References to what a record names: ``image`` or ``video``, and what it says about it."""
-        if self._rules.fetches:
-            named = [(kind, fetched(raw, self.root, location)) for kind, raw in named]
-        references = [
+        named = self.fetched(named, location)
+        if any(kind == "audio" for kind, _ in named):
+            raise UserError(
+                f"{location}: the record has audio, and {self.kind} has no tower for audio: remove it, or train one "
+                f"of {', '.join(AUDIO_RULES)}"
+            )
+        references: list[MediaReference] = [
             (refer_video if kind == "video" else refer)(raw, self.root, location)
             for kind, raw in named
         ]
@@ -166,26 +178,21 @@ class MediaProcessor:
         return references
 
     def text(self, media: MediaReference) -> str:
-        """The text that replaces the placeholder of ``media``."""
         if isinstance(media, VideoReference):
             return self.videos.text(media)
         return self._measured(self.expansion.text, media)
 
     def tokens(self, media: MediaReference) -> int:
-        """Number of tokens of ``media`` that features replace."""
         if isinstance(media, VideoReference):
             return self.videos.tokens(media)
         return self._measured(self.expansion.count, media)
-
-    def total_tokens(self, media: Iterable[MediaReference]) -> int:
-        """Number of tokens of all ``media`` that features replace."""
-        return sum(map(self.tokens, media))
 
     def grid(self, image: ImageReference) -> Grid | None:
         """Frames, height and width in patches; None where positions have one axis."""
         return self._measured(self.expansion.grid, image)
 
-    def _measured(self, rule: Any, image: ImageReference) -> Any:
+    def _measured(self, rule: Any, image: MediaReference) -> Any:
+        assert isinstance(image, ImageReference), image
         try:
             return rule(image.height, image.width)
         except PROCESSOR_ERRORS as error:
@@ -193,11 +200,9 @@ class MediaProcessor:
 
     @property
     def has_grids(self) -> bool:
-        """Whether positions have three axes."""
         return self.expansion.grid(64, 64) is not None
 
     def positions(self, tokens: np.ndarray, media: Sequence[MediaReference]) -> Positions:
-        """Return positions [3, sequence] of the tokens of one sample."""
         image, video = self.token_ids
         types = np.where(tokens == image, IMAGE, np.where(tokens == video, VIDEO, TEXT))
         videos = [
@@ -205,7 +210,12 @@ class MediaProcessor:
         ]
         return mrope_positions(
             types,
-            [grid for item in media if not self._is_video(item) for grid in self._grids(item)],
+            [
+                grid
+                for item in _pictures(media)
+                if not self._is_video(item)
+                for grid in self._grids(item)
+            ],
             [self._grids(item)[0] for item in videos],
             merge=self.hf_processor.merge_size,
             time_steps=[self.videos.time_step(item) for item in videos],
@@ -218,9 +228,10 @@ class MediaProcessor:
         Those of videos are under the names of ``get_video_features`` where videos have a separate token. Images
         of other ranks are not decoded: their patches are left out, and whole images are zeros.
         """
+        pictures = _pictures(media)
         parts = [
             self._part(item, is_local)
-            for item, is_local in zip(media, self._own(media), strict=True)
+            for item, is_local in zip(pictures, self._own(pictures), strict=True)
         ]
         return join_media(parts)
 
@@ -228,10 +239,10 @@ class MediaProcessor:
         """Whether the model treats it as a video; some families treat a video as a sequence of images."""
         return isinstance(item, VideoReference) and self.videos.has_own_token
 
-    def _grids(self, item: MediaReference) -> list[Any]:
+    def _grids(self, item: Picture) -> list[Any]:
         return self.videos.grids(item) if isinstance(item, VideoReference) else [self.grid(item)]
 
-    def _own(self, media: Sequence[MediaReference]) -> list[list[bool]]:
+    def _own(self, media: Sequence[Picture]) -> list[list[bool]]:
         """Of each grid or tile whether this rank encodes it: shared out as the tower does it, images before videos."""
         rank, ranks = self.share or (0, 1)
         undivided = not self.has_grids and any(map(self._is_video, media))
@@ -243,7 +254,7 @@ class MediaProcessor:
         is_local = {index: [next(owners) == rank for _ in sizes[index]] for index in order}
         return [is_local[index] for index in range(len(media))]
 
-    def _sizes(self, item: MediaReference) -> list[int]:
+    def _sizes(self, item: Picture) -> list[int]:
         """The work for each grid, in proportion to its patches, or 1 for each tile, because tiles have equal sizes."""
         if self.has_grids:
             return [math.prod(grid) for grid in self._grids(item)]
@@ -255,7 +266,7 @@ class MediaProcessor:
             else [1] * self._measured(self.expansion.tiles, item)
         )
 
-    def _part(self, item: MediaReference, is_local: list[bool]) -> dict[str, Tensor]:
+    def _part(self, item: Picture, is_local: list[bool]) -> dict[str, Tensor]:
         """The tensors of one image or video; of patches, only those of the grids that this rank encodes."""
         if all(is_local) or (any(is_local) and not self.has_grids):
             return (

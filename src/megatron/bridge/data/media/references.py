@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where an image or a video is, how large it is, and the pixels of an image.
+"""Where an image, a video or a recording is, how large it is, and the pixels of an image.
 
 A record names a file by a path, or holds its bytes. Sizes are read from the header of the file, so samples are
 tokenized and packed without decoding a pixel.
@@ -9,7 +9,7 @@ import base64
 import binascii
 import io
 import re
-from collections.abc import Generator, Mapping
+from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, NamedTuple
@@ -46,7 +46,25 @@ class VideoReference(NamedTuple):
     fps: float
 
 
-MediaReference = ImageReference | VideoReference
+class AudioReference(NamedTuple):
+    source: str  # as of an image
+    frames: int  # samples of each channel
+    rate: int  # samples per second
+    channels: int
+    where: str
+
+    @property
+    def seconds(self) -> float:
+        return self.frames / self.rate
+
+
+MediaReference = ImageReference | VideoReference | AudioReference
+_BY_LENGTH = {len(kind._fields): kind for kind in (ImageReference, VideoReference, AudioReference)}
+
+
+def reference_of(values: Sequence[Any]) -> MediaReference:
+    """The reference with these values; each kind has another number of them."""
+    return _BY_LENGTH[len(values)](*values)
 
 
 def refer(raw: Any, root: Path, location: str) -> ImageReference:

@@ -20,8 +20,8 @@ from megatron.bridge.data.loaders import (
     Iterators,
     make_iterator,
 )
-from megatron.bridge.data.media.processing import MediaProcessor
-from megatron.bridge.data.media.references import MediaReference, VideoReference
+from megatron.bridge.data.media.processor import MediaProcessor
+from megatron.bridge.data.media.references import AudioReference, MediaReference, VideoReference
 from megatron.bridge.data.pretraining.gpt_builder import FIMDataset
 from megatron.bridge.data.records.samples import EncodingReport, Sample
 from megatron.bridge.data.streams import StreamingBatchIterator
@@ -256,14 +256,18 @@ def _make_segment(
         return TextSegment(
             tokenizer.detokenize(sample.tokens[start:stop].tolist()), stop - start, trained
         )
-    size = f"{image.width}x{image.height}"
-    name = (
-        f"video {size}, {image.frames} frames"
-        if isinstance(image, VideoReference)
-        else f"image {size}"
-    )
-    label = f"[{name} -> {stop - start} tokens]"
+    label = f"[{_described(image)} -> {stop - start} tokens]"
     return TextSegment(label, stop - start, trained, image)
+
+
+def _described(media: MediaReference) -> str:
+    """The kind and size of an image, a video or a recording."""
+    if isinstance(media, AudioReference):
+        return f"audio {media.seconds:.1f} s"
+    size = f"{media.width}x{media.height}"
+    if isinstance(media, VideoReference):
+        return f"video {size}, {media.frames} frames"
+    return f"image {size}"
 
 
 def _image_places(

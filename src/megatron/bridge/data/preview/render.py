@@ -13,7 +13,9 @@ from rich.console import Console, ConsoleRenderable, Group
 from rich.table import Table
 from rich.text import Text
 
+from megatron.bridge.data.media.audio_files import decode_audio, wav_file
 from megatron.bridge.data.media.references import (
+    AudioReference,
     ImageReference,
     MediaReference,
     VideoReference,
@@ -30,6 +32,7 @@ TRAINED, CONTEXT, IMAGE = "bold green", "dim", "bold cyan"
 BAR = 40  # characters of the longest bar
 PICTURE_WIDTH = 240  # pixels
 FRAMES = 4  # of a video
+PLAYED_SECONDS = 30  # of a recording
 PICTURE = "\ue001"  # of a private area: stands for a picture until the page is written
 PAGE_WIDTH = 120  # characters
 PART_LENGTH = 2000
@@ -83,7 +86,7 @@ def to_html(preview: Preview) -> str:
 
 
 def _with_pictures(split: SplitPreview) -> SplitPreview:
-    """The split with a mark for the picture in front of each image."""
+    """The split with a mark for the picture or player in front of each image, video or recording."""
     samples = [
         [replace(part, text=PICTURE + part.text) if part.image else part for part in sample]
         for sample in split.samples
@@ -92,12 +95,20 @@ def _with_pictures(split: SplitPreview) -> SplitPreview:
 
 
 def _media_html(media: MediaReference) -> str:
-    """The image, or some frames of the video, as HTML, small enough for a page."""
-    return "".join(
-        map(
-            _image_html,
-            [decode(media)] if isinstance(media, ImageReference) else _video_frames(media),
-        )
+    """The image, some frames of the video, or a player of the audio, as HTML, small enough for a page."""
+    if isinstance(media, AudioReference):
+        return _audio_html(media)
+    pictures = [decode(media)] if isinstance(media, ImageReference) else _video_frames(media)
+    return "".join(map(_image_html, pictures))
+
+
+def _audio_html(audio: AudioReference) -> str:
+    """A player of the first seconds, of one channel as the model hears it."""
+    waveform = decode_audio(audio, audio.rate)[: PLAYED_SECONDS * audio.rate]
+    data = base64.b64encode(wav_file(waveform, audio.rate)).decode()
+    return (
+        '<audio controls style="vertical-align: middle; height: 2em" '
+        f'src="data:audio/wav;base64,{data}"></audio>'
     )
 
 

@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from megatron.bridge.data.media.processing import MediaProcessor
-from megatron.bridge.data.media.references import MediaReference, VideoReference
+from megatron.bridge.data.media.processing import load_media_processor
+from megatron.bridge.data.media.processor import MediaProcessor
+from megatron.bridge.data.media.references import AudioReference, MediaReference, VideoReference
 from megatron.bridge.data.records.chat_template import ChatTemplate, RenderedChat
 from megatron.bridge.data.records.end_tokens import end_of_turn, end_tokens
 from megatron.bridge.data.records.formats import (
@@ -56,7 +57,9 @@ if TYPE_CHECKING:
 # reasons to drop a sample
 NO_TARGET = "without a token in the loss"
 TOO_LONG = "as too long"
-TOO_MANY_IMAGES = "because their images have more tokens than dataset.max_image_tokens"
+TOO_MANY_IMAGES = (
+    "because their images or recordings have more tokens than dataset.max_image_tokens"
+)
 BY_FUNCTION = "by process_example_fn"
 PROCESS_KEY = "dataset.process_example_fn"
 # notes on samples that are kept
@@ -257,8 +260,8 @@ class RecordEncoder:
     def _render(self, location: str, chat: Chat, report: EncodingReport) -> RenderedChat:
         if self.media is None and chat.images:
             raise UserError(
-                f"{location}: the record has images or videos, and the model has no processor for them: train a "
-                f"vision-language model, or set dataset.hf_processor_path to the directory of one"
+                f"{location}: the record has images, videos or audio, and the model has no processor for them: "
+                f"train a vision-language or audio model, or set dataset.hf_processor_path to the directory of one"
             )
         train_on = "last" if self.rules.split_turns else self.rules.train_on
         rendered = self.template.render(chat, train_on, location)
@@ -344,9 +347,9 @@ class RecordEncoder:
             report.drop(TOO_MANY_IMAGES, draft.where)
             return False
         raise UserError(
-            f"{draft.where}: the images of the sample have {self._image_tokens(draft.sample)} tokens, more than "
-            f"dataset.max_image_tokens={image_limit}: increase it, set dataset.max_pixels to a "
-            "smaller value, or dataset.truncation to drop"
+            f"{draft.where}: the images or recordings of the sample have {self._image_tokens(draft.sample)} tokens, "
+            f"more than dataset.max_image_tokens={image_limit}: increase it, set dataset.max_pixels to a smaller "
+            "value (of images), or dataset.truncation to drop"
         )
 
     def _image_tokens(self, sample: Sample) -> int:
@@ -361,8 +364,8 @@ class RecordEncoder:
             location = chat.images[0].where if chat.images else "a record without images"
             raise UserError(
                 f"{location}: the sample has {placeholders} placeholders "
-                f"{self.media.expansion.token} for {image_tokens} tokens "
-                "of images or videos: remove the placeholder from the text, or use the model's own tokenizer"
+                f"{self.media.token} for {image_tokens} tokens "
+                "of images, videos or audio: remove the placeholder from the text, or use the model's own tokenizer"
             )
 
     def _count_images(self, samples: list[Sample], report: EncodingReport) -> None:
@@ -371,27 +374,29 @@ class RecordEncoder:
         for sample in samples:
             tokens = self._image_tokens(sample)
             videos = sum(isinstance(item, VideoReference) for item in sample.images)
-            report.images += len(sample.images) - videos
+            recordings = sum(isinstance(item, AudioReference) for item in sample.images)
+            report.images += len(sample.images) - videos - recordings
             report.videos += videos
+            report.recordings += recordings
             report.image_tokens += tokens
-            report.notes[MOSTLY_IMAGES] += 2 * tokens > len(sample.tokens)
+            report.notes[MOSTLY_IMAGES] += not recordings and 2 * tokens > len(sample.tokens)
 
     def _truncate(self, sample: Sample, report: EncodingReport, location: str) -> Sample:
         if len(sample.tokens) <= self.rules.max_tokens:
             return sample
         if sample.images:
             raise UserError(
-                f"{location}: the sample has images and {len(sample.tokens) - 1} tokens, more than "
-                f"dataset.seq_length={self.rules.max_tokens - 1}, and an image cannot be truncated: set "
-                "dataset.truncation to drop, dataset.max_pixels to a smaller value, or dataset.seq_length to a "
-                "larger one"
+                f"{location}: the sample has images or audio and {len(sample.tokens) - 1} tokens, more than "
+                f"dataset.seq_length={self.rules.max_tokens - 1}, which cannot be truncated: set "
+                "dataset.truncation to drop, dataset.max_pixels to a smaller value (of images), or "
+                "dataset.seq_length to a larger one"
             )
         report.cut += 1
         return shorten(sample, self.rules.max_tokens, self.rules.truncation, self._opening)
 
 
 def media_processor(tokenizer: Tokenizer, rules: EncodingRules) -> MediaProcessor | None:
-    """Return the image processor that ``rules`` name, or None if they name none."""
+    """Return the processor of images or audio that ``rules`` name, or None if they name none."""
     if rules.media is None:
         return None
     if not isinstance(tokenizer, HuggingFaceTokenizer):
@@ -399,7 +404,7 @@ def media_processor(tokenizer: Tokenizer, rules: EncodingRules) -> MediaProcesso
             f"dataset.hf_processor_path={rules.media.processor_path} needs the tokenizer of that model: set "
             "tokenizer.tokenizer_type=HuggingFaceTokenizer"
         )
-    return MediaProcessor(rules.media, tokenizer.hf)
+    return load_media_processor(rules.media, tokenizer.hf)
 
 
 def coverage(offsets: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -438,7 +443,7 @@ def _with_tokenizer(function: ProcessExample | None, tokenizer: Tokenizer) -> Pr
 def expand(
     rendered: RenderedChat, images: Sequence[MediaReference], media: MediaProcessor, location: str
 ) -> RenderedChat:
-    """Replace the placeholder of each image or video in ``rendered`` by its text, and shift the spans."""
+    """Replace the placeholder of each image, video or recording in ``rendered`` by its text, and shift the spans."""
     expected_marks = [media.placeholder(image) for image in images]
     marks = dict.fromkeys((media.placeholder(), *expected_marks))
     # pieces with odd indices are placeholders
@@ -447,8 +452,8 @@ def expand(
     if rendered_marks != expected_marks:
         raise UserError(
             f"{location}: the rendered conversation has {len(rendered_marks)} placeholders "
-            f"{' or '.join(marks)} for {len(expected_marks)} "
-            "images or videos: the chat template must write one for each in their order, and no text may contain it"
+            f"{' or '.join(marks)} for {len(expected_marks)} images, videos or recordings: the chat template must "
+            "write one for each in their order, and no text may contain it"
         )
     if not images:
         return rendered

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Images and videos in records: parts of messages, or lists next to the messages with marks in their text.
+"""Images, videos and audio in records: parts of messages, or lists next to the messages with marks in their text.
 
 In a conversation with media, content is a list of parts. An image is the part ``{"type": "image"}``, as chat
 templates expect it; the references to the media are stored next to the messages, in the same order.
@@ -11,14 +11,18 @@ from typing import Any, NamedTuple
 
 from megatron.bridge.utils.errors import UserError
 
-MARKS = {"image": "<image>", "video": "<video>"}
+MARKS = {"image": "<image>", "video": "<video>", "audio": "<audio>"}
 MEDIA_KEYS = ("image", "images", "video", "videos", "audio", "audios")
 _TYPES = {
     **dict.fromkeys(("image", "image_url", "input_image"), "image"),
     **dict.fromkeys(("video", "video_url", "input_video"), "video"),
+    **dict.fromkeys(("audio", "audio_url", "input_audio"), "audio"),
 }
-_SOURCES = {kind: (kind, "path", "url", "bytes", f"{kind}_url") for kind in MARKS}
-_AUDIO = ("audio", "input_audio", "audio_url")
+_FURTHER_SOURCES = {"audio": ("input_audio", "array")}
+_SOURCES: dict[str, tuple[str, ...]] = {
+    kind: (kind, "path", "url", "bytes", f"{kind}_url", *_FURTHER_SOURCES.get(kind, ()))
+    for kind in MARKS
+}
 _WITH_MEDIA = ("system", "developer", "user")
 
 Message = dict[str, Any]
@@ -26,7 +30,7 @@ _Listed = dict[str, Iterator[Any]]  # kind -> the media that the record lists ne
 
 
 class PlacedMedium(NamedTuple):
-    """A record's reference to an image or a video, and the message with it."""
+    """A record's reference to an image, a video or a recording, and the message with it."""
 
     message: int
     kind: str  # a key of MARKS
@@ -76,10 +80,6 @@ def text_of(content: Any) -> str:
 
 def _listed_media(record: Mapping[str, Any], kind: str, location: str) -> list[Any] | None:
     """Return the media of this kind next to the messages, or None if the record has no such list."""
-    if key := next((key for key in ("audio", "audios") if record.get(key)), None):
-        raise UserError(
-            f"{location}: the record has {key}, and only images and videos are supported: remove {key}"
-        )
     keys = [key for key in (kind, f"{kind}s") if record.get(key) is not None]
     if len(keys) > 1:
         raise UserError(f"{location}: the record has both {kind} and {kind}s: keep one")
@@ -109,9 +109,8 @@ def _of_message(message: Message, given: _Listed, location: str) -> list[tuple[s
             parts.append(piece)
     if media and message["role"] not in _WITH_MEDIA:
         raise UserError(
-            f"{location}: a message of role={message['role']} has an image or a video, where no "
-            "model reads it: move it "
-            "to a message of the user"
+            f"{location}: a message of role={message['role']} has an image, a video or audio, where no "
+            "model reads it: move it to a message of the user"
         )
     if media:
         message["content"] = parts
@@ -152,12 +151,8 @@ def content_part(part: Any, location: str) -> dict[str, Any]:
             return {"type": "text", "text": part["text"]}
         if kind := _TYPES.get(name):
             return {"type": kind, "raw": _raw_reference(part, kind, location)}
-    if name in _AUDIO:
-        raise UserError(
-            f"{location}: a content part of type {name}: audio is not supported: remove it"
-        )
     raise UserError(
-        f"{location}: a content part of type {name} is neither text nor an image nor a video: remove it"
+        f"{location}: a content part of type {name} is neither text nor an image nor a video nor audio: remove it"
     )
 
 
@@ -167,6 +162,8 @@ def _type_from_keys(part: Mapping[str, Any]) -> str:
         return "text"
     if "video" in part or "video_url" in part:
         return "video"
+    if any(key in part for key in ("audio", "audio_url", "input_audio", "array")):
+        return "audio"
     return "image" if any(key in part for key in _SOURCES["image"]) else "without type"
 
 
@@ -187,6 +184,23 @@ def _raw_reference(part: Mapping[str, Any], kind: str, location: str) -> Any:
         raise UserError(
             f"{location}: a video part has fps={part['fps']}, and the file has its own: set dataset.fps"
         )
+    if isinstance(raw, Mapping) and kind == "audio" and "data" in raw:
+        return _openai_audio(raw, location)
+    if kind == "audio" and ("array" in part or "sampling_rate" in part):
+        samples = {"array": part["array"]} if "array" in part else {kind: raw}
+        return {**samples, "sampling_rate": part.get("sampling_rate")}
     if isinstance(raw, Mapping) and "url" in raw:  # OpenAI's {"image_url": {"url": ...}}
         return raw["url"]
     return raw
+
+
+def _openai_audio(raw: Mapping[str, Any], location: str) -> str:
+    """The ``data:`` URL of OpenAI's ``{"input_audio": {"data": base64, "format": "wav"}}``."""
+    data = raw["data"]
+    if not isinstance(data, str) or not data:
+        raise UserError(
+            f"{location}: the data of input_audio is {type(data).__name__}: give the file in base64"
+        )
+    return (
+        data if data.startswith("data:") else f"data:audio/{raw.get('format', 'wav')};base64,{data}"
+    )

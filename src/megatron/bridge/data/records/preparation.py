@@ -204,7 +204,7 @@ def _join_parts(parts: Path, final: Path) -> None:
         _write_pieces(
             staging, paths, "bounds", {"tokens": np.int32, "trained": np.bool_}, report.samples
         )
-        if report.images or report.videos:
+        if report.media:
             _write_pieces(staging, paths, "image_bounds", {"images": np.uint8}, report.samples)
         write_text(staging / "report.json", json.dumps(report.to_dict()))
 
@@ -245,7 +245,7 @@ def _load_samples(folder: Path) -> PreparedSamples:
         )
         report = EncodingReport.from_dict(json.loads((folder / "report.json").read_text()))
         images: list[np.ndarray] = []
-        if report.images or report.videos:
+        if report.media:
             image_bounds = np.load(folder / "image_bounds.npy")
             images = [_map_array(folder / "images.npy", image_bounds), image_bounds]
         return PreparedSamples(Samples(tokens, trained, bounds, *images), report)

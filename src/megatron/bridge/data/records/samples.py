@@ -9,14 +9,16 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from megatron.bridge.data.media.references import ImageReference, MediaReference, VideoReference
+from megatron.bridge.data.media.references import MediaReference, reference_of
 
 
 class Sample(NamedTuple):
     tokens: np.ndarray  # all tokens, int32
     # whether each token is in the loss, bool. The first one never is, because nothing predicts it.
     trained: np.ndarray
-    images: tuple[MediaReference, ...] = ()  # images and videos, in the order of their tokens
+    images: tuple[
+        MediaReference, ...
+    ] = ()  # images, videos and audio, in the order of their tokens
 
 
 class Samples(Sequence[Sample]):
@@ -26,7 +28,7 @@ class Samples(Sequence[Sample]):
         tokens: int32, the tokens of all samples.
         trained: bool, of the same length.
         bounds: int64, the start of each sample, and the end of the last one.
-        images: uint8, the references to the images and videos of all samples as JSON; None if there are none.
+        images: uint8, the references to the images, videos and audio of all samples as JSON; None if there are none.
         image_bounds: int64, the start of each sample's references, and the end of the last one.
     """
 
@@ -88,12 +90,7 @@ class Samples(Sequence[Sample]):
         end = int(self.image_bounds[index + 1])
         if start == end:
             return ()
-        return tuple(
-            (VideoReference if len(values) > len(ImageReference._fields) else ImageReference)(
-                *values
-            )
-            for values in json.loads(self.images[start:end].tobytes())
-        )
+        return tuple(map(reference_of, json.loads(self.images[start:end].tobytes())))
 
     @property
     def lengths(self) -> np.ndarray:
@@ -114,7 +111,8 @@ class EncodingReport:
     trained: int = 0  # tokens in the loss
     images: int = 0
     videos: int = 0
-    image_tokens: int = 0  # tokens that images and videos are made of
+    recordings: int = 0
+    image_tokens: int = 0  # tokens that images, videos and audio are made of
     cut: int = 0  # samples that were shortened
     dropped: Counter[str] = field(default_factory=Counter)
     # reason -> the place of the first record that was dropped for it
@@ -123,6 +121,11 @@ class EncodingReport:
         default_factory=Counter
     )  # unusual property of a kept sample -> count
     formats: Counter[str] = field(default_factory=Counter)  # number of records of each format
+
+    @property
+    def media(self) -> int:
+        """Number of images, videos and recordings."""
+        return self.images + self.videos + self.recordings
 
     def drop(self, reason: str, location: str) -> None:
         self.dropped[reason] += 1
@@ -165,12 +168,11 @@ class EncodingReport:
         texts = self.formats["Text"]
         if 0 < texts < self.formats.total():
             yield f"{texts:,} records are plain text among conversations or pairs, with all tokens in the loss"
-        if media := self.images + self.videos:
-            names = f"{self.images:,} images" + (
-                f" and {self.videos:,} videos" if self.videos else ""
-            )
+        if media := self.media:
+            counts = {"recordings": self.recordings, "images": self.images, "videos": self.videos}
+            names = [f"{count:,} {name}" for name, count in counts.items() if count]
             yield (
-                f"{names}, {self.image_tokens / media:,.0f} tokens each, "
+                f"{' and '.join(names)}, {self.image_tokens / media:,.0f} tokens each, "
                 f"{self.image_tokens / self.tokens:.0%} of all tokens"
             )
         yield from (f"{count:,} {note}" for note, count in self.notes.items())

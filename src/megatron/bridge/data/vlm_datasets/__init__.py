@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Datasets of conversations with images, under their public names."""
+"""Datasets of conversations with images or audio, under their public names."""
 
+from megatron.bridge.data.vlm_datasets.audio import MockAudioConversationProvider
 from megatron.bridge.data.vlm_datasets.providers import (
     HFDatasetConversationProvider,
     MockVLMConversationProvider,
@@ -9,6 +10,7 @@ from megatron.bridge.data.vlm_datasets.providers import (
 
 __all__ = [
     "HFDatasetConversationProvider",
+    "MockAudioConversationProvider",
     "MockVLMConversationProvider",
     "PreloadedVLMConversationProvider",
 ]

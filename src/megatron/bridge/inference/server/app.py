@@ -168,7 +168,7 @@ def _add_facts(app: FastAPI, server: Server) -> None:
         "owned_by": "megatron-bridge",
         "max_model_len": server.planner.max_context,
     }
-    model_card["input_modalities"] = ["text", "image"] if server.planner.reader.media else ["text"]
+    model_card["input_modalities"] = server.planner.reader.modalities
 
     def describe_models() -> dict[str, Any]:
         names = (server.name, *server.planner.adapters)

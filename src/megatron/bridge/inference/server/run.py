@@ -42,13 +42,16 @@ LARGE_PATHS = frozenset(
         *("/v1/embeddings", "/classify", "/score", "/v1/score", "/rerank", "/v1/rerank"),
     }
 )
-"""Endpoints whose bodies may contain images or many texts."""
+"""Endpoints whose bodies may contain images, audio or many texts."""
 OPEN_PATHS = (
     "/",
     "/health",
     "/ping",
 )  # need no key: the chat page asks for it, and load balancers have none
-TEXT_BYTES, IMAGE_BYTES = 1 << 20, 32 << 20  # size limits of bodies without and with images
+TEXT_BYTES, IMAGE_BYTES = (
+    1 << 20,
+    32 << 20,
+)  # size limits of bodies without and with images or audio
 LOOPBACK = frozenset({"127.0.0.1", "localhost", "::1"})
 
 Message = dict[str, Any]

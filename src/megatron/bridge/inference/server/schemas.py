@@ -29,7 +29,7 @@ MOST_MESSAGES, MOST_CHARACTERS = 1000, 1 << 20
 NOT_SUPPORTED = {
     "functions": "functions are the older form of tools: use tools",
     "function_call": "functions are the older form of tools: use tool_choice",
-    "audio": "audio is not supported: leave it out",
+    "audio": "no audio is generated: leave it out",
     "modalities": "only text is generated: leave it out",
     "web_search_options": "the server searches nothing: leave it out",
     "verbosity": "no open model reads it: ask for it in a message",
@@ -238,6 +238,40 @@ class ImagePart(Strict):
     image_url: ImageUrl
 
 
+def _audio_in_request(url: str) -> str:
+    if not url.startswith("data:audio/"):
+        raise ValueError(
+            f"{url[:60]!r} cannot be loaded here: send the audio itself, as data:audio/wav;base64,..."
+        )
+    return url
+
+
+class InputAudio(Strict):
+    """A recording inside the request."""
+
+    data: Text  # the file in base64
+    format: Literal["wav", "mp3", "flac", "ogg", "opus"]
+
+
+class AudioPart(Strict):
+    type: Literal["input_audio"]
+    input_audio: InputAudio
+
+
+class AudioUrl(Strict):
+    """A recording inside the request, as a data URL."""
+
+    url: Annotated[Text, AfterValidator(_audio_in_request)]
+
+
+class AudioUrlPart(Strict):
+    type: Literal["audio_url"]
+    audio_url: AudioUrl
+
+
+ContentPart = Annotated[TextPart | ImagePart | AudioPart | AudioUrlPart, Discriminator("type")]
+
+
 class FunctionCall(Strict):
     name: Text = Field(min_length=1, max_length=256)
     arguments: Text  # a JSON object
@@ -266,7 +300,7 @@ class ChatMessage(Strict):
     """A message of a conversation; an answer of the server, as its clients dump it, is one."""
 
     role: Text = Field(max_length=64)
-    content: Text | list[Annotated[TextPart | ImagePart, Discriminator("type")]] | None = None
+    content: Text | list[ContentPart] | None = None
     name: Text | None = None
     reasoning_content: Text | None = None
     tool_calls: list[ToolCall] | None = None

@@ -30,6 +30,7 @@ from megatron.bridge.backends.attention.block_mask import (
     remember_on_host,
 )
 from megatron.bridge.models.hf_pretrained.own_configs import own_config
+from megatron.bridge.models.vision.audio import AUDIO_MODELS
 from megatron.bridge.models.vision.media import is_audio
 from megatron.bridge.utils.errors import UserError
 
@@ -136,8 +137,6 @@ def attend(
 
 _LANGUAGE = ("language_model", "text_model", "lm_head")
 _AUDIO = ("audio_tower", "embed_audio")
-AUDIO_MODELS = ("qwen2_audio", "voxtral")
-"""Models whose tower encodes audio; in others, the audio part of a checkpoint is copied."""
 _TILES = "NemotronH_Nano_VL_V2"
 _LISTS_OF_IMAGES = ("idefics3", "smolvlm")  # they take a list of images for each sample
 _LAYER = re.compile(r"\.layers?\.(\d+)\.")

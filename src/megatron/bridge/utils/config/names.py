@@ -62,6 +62,7 @@ _NAMES_BY_MODULE = {
     "megatron.bridge.data.builders.hf_dataset": ["HFDatasetConfig"],
     "megatron.bridge.data.vlm_datasets": [
         "HFDatasetConversationProvider",
+        "MockAudioConversationProvider",
         "MockVLMConversationProvider",
         "PreloadedVLMConversationProvider",
     ],

@@ -375,7 +375,12 @@ def _unknown_vision_keys(
     }
     smallest = {"model_type": config["model_type"], **repeated, tower_config: smallest_vision}
     known = hf_config(smallest).to_dict()
-    unclaimed = {key: value for key, value in config.items() if key not in known}
+    # a class without the key ties nothing
+    unclaimed = {
+        key: value
+        for key, value in config.items()
+        if key not in known and (key, value) != (_TIED, False)
+    }
     other_vision = {
         key: value for key, value in vision_config.items() if key not in known[tower_config]
     }
