@@ -6,11 +6,12 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from megatron.core.transformer.moe.router import Router
 from torch import Tensor, nn
 
 from megatron.bridge.models.chunk_info import chunk_info
 from megatron.bridge.models.conversion.adapters.adapted_layers import in_adapter
-from megatron.bridge.peft import layers
+from megatron.bridge.peft import layers, targets
 from megatron.bridge.peft.base import bare_chunks
 from megatron.bridge.peft.lora import LoRA
 from megatron.bridge.peft.targets import TOWER, Site
@@ -226,9 +227,24 @@ def _check_method(name: str, method: LoRA) -> None:
             )
 
 
-def _check_site(name: str, site: Site) -> None:
+def adaptable_layers(chunks: Sequence[nn.Module]) -> list[str]:
+    """Return the linear layers that an adapter may change, such as ``mlp.linear_fc1`` for all layers of the model."""
+    names = set()
+    for chunk in bare_chunks(chunks):
+        for site in targets.sites(chunk):
+            if _has_rows(site) and not isinstance(site.module, Router):
+                names.add(site.name.split(".layers.")[-1].partition(".")[2])
+    return sorted(names)
+
+
+def _has_rows(site: Site) -> bool:
+    """Return whether the inputs of a layer are rows of the batch."""
     is_in_decoder = ".layers." in site.name and not site.name.startswith(TOWER)
-    if site.experts is not None or not is_in_decoder:
+    return is_in_decoder and site.experts is None and ".local_experts." not in site.name
+
+
+def _check_site(name: str, site: Site) -> None:
+    if not _has_rows(site):
         raise UserError(
             f"adapter {name!r} changes {site.name}, whose inputs are not rows of the batch: leave it out of "
             "target_modules, or train this adapter alone"
