@@ -3,6 +3,7 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -13,8 +14,10 @@ from megatron.bridge.models.chunk_info import chunk_info
 from megatron.bridge.models.conversion.adapters.adapted_layers import in_adapter
 from megatron.bridge.peft import layers, targets
 from megatron.bridge.peft.base import bare_chunks
+from megatron.bridge.peft.hf_names import HFModules
 from megatron.bridge.peft.lora import LoRA
 from megatron.bridge.peft.targets import TOWER, Site
+from megatron.bridge.utils.distributed import all_gather_object
 from megatron.bridge.utils.errors import UserError
 
 AdaptersOfLayers = dict[Any, tuple[Site, dict[str, nn.Module]]]
@@ -227,14 +230,46 @@ def _check_method(name: str, method: LoRA) -> None:
             )
 
 
-def adaptable_layers(chunks: Sequence[nn.Module]) -> list[str]:
-    """Return the linear layers that an adapter may change, such as ``mlp.linear_fc1`` for all layers of the model."""
-    names = set()
-    for chunk in bare_chunks(chunks):
+@dataclass(frozen=True)
+class AdaptableLayers:
+    """Targets of an adapter, each for that layer in all blocks: ``self_attn.q_proj``.
+
+    Attributes:
+        attention: Linear layers of attention and of other mixers of tokens.
+        mlp: Linear layers of MLPs.
+    """
+
+    attention: tuple[str, ...]
+    mlp: tuple[str, ...]
+
+    @classmethod
+    def of(cls, chunks: Sequence[nn.Module]) -> "AdaptableLayers":
+        """Return the layers that an adapter may change next to others; all ranks call this together.
+
+        Layers have their names in transformers, where parts of fused layers have separate factors.
+        """
+        own_layers = list(_name_layers(chunks))
+        everywhere = {layer for layers in all_gather_object(own_layers) for layer in layers}
+        attention = sorted(name for name, is_mlp in everywhere if not is_mlp)
+        mlp = sorted(name for name, is_mlp in everywhere if is_mlp)
+        return cls(tuple(attention), tuple(mlp))
+
+
+def _name_layers(chunks: Sequence[nn.Module]) -> Iterator[tuple[str, bool]]:
+    """Yield the name of each target of this rank, and whether it is a layer of an MLP."""
+    bare = bare_chunks(chunks)
+    modules = HFModules(bare[0].config)
+    for chunk in bare:
         for site in targets.sites(chunk):
-            if _has_rows(site) and not isinstance(site.module, Router):
-                names.add(site.name.split(".layers.")[-1].partition(".")[2])
-    return sorted(names)
+            if not _has_rows(site) or isinstance(site.module, Router):
+                continue
+            candidates = LoRA().candidates(site, modules)
+            parts = [candidate for candidate in candidates if candidate.is_part]
+            if not all(part.can_be_apart for part in parts):
+                parts = []
+            names = [name for part in parts or candidates[:1] for name in part.hf_names]
+            for name in names or [site.name]:
+                yield name.split(".layers.")[-1].partition(".")[2], ".mlp." in site.name
 
 
 def _has_rows(site: Site) -> bool:

@@ -20,7 +20,7 @@ from megatron.bridge.checkpoint import loading, model_io, saving, verification
 from megatron.bridge.models.conversion.auto_bridge import AutoBridge
 from megatron.bridge.peft.checkpoint import fingerprint, trained_state
 from megatron.bridge.peft.lora import LoRA
-from megatron.bridge.peft.row_adapters import AdapterSet, adaptable_layers
+from megatron.bridge.peft.row_adapters import AdaptableLayers, AdapterSet
 from megatron.bridge.training.gpt_step import cut_sequences
 from megatron.bridge.training.step.losses import has_router_losses
 from megatron.bridge.training.step.row_losses import TrainingRow, compute_loss
@@ -108,12 +108,10 @@ class AdapterTrainer:
         self._adapters.check(name)
         return self._adapters.methods[name]
 
-    def target_modules(self) -> list[str]:
-        """Return the layers that an adapter may change, by names without the number of the layer."""
-        own_layers = adaptable_layers(self._chunks)
-        return sorted(
-            {name for names in distributed.all_gather_object(own_layers) for name in names}
-        )
+    def adaptable_layers(self) -> AdaptableLayers:
+        """Return the layers that an adapter may change."""
+        with self._adapters.set_aside():
+            return AdaptableLayers.of(self._chunks)
 
     def steps(self, name: str) -> int:
         """Return the number of optimizer steps of an adapter."""

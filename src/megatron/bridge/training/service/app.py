@@ -60,6 +60,7 @@ def make_service_app(service: Service) -> FastAPI:
     _add_facts(app, service)
     _add_sessions(app, service)
     _add_models(app, service)
+    _add_training(app, service)
     _add_sampling(app, service)
     _add_results(app, service)
     return app
@@ -138,6 +139,8 @@ def _add_models(app: FastAPI, service: Service) -> None:
             return _queue(service, "load_weights", values)
         return {"request_id": service.load_as_new_model(read_body(LoadWeights, values))}
 
+
+def _add_training(app: FastAPI, service: Service) -> None:
     @app.post(f"{PREFIX}/forward_backward")
     async def forward_backward(request: Request) -> Values:
         if request.headers["content-type"].startswith(protobuf.MEDIA_TYPE):

@@ -8,7 +8,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from megatron.bridge.utils.atomic import write_text
 from megatron.bridge.utils.errors import UserError
@@ -136,9 +136,10 @@ class Checkpoints:
     def _parse(self, path: str) -> SavedWeights:
         parts = path.removeprefix(_SCHEME).split("/")
         if path.startswith(_SCHEME) and len(parts) == 3 and _MODEL.fullmatch(parts[0]):
-            model, kind, name = parts
-            if kind == "weights" or kind == "sampler_weights":
-                return self.locate(model, kind, name)
+            model, kind_name, name = parts
+            for kind in get_args(Kind):
+                if kind == kind_name:
+                    return self.locate(model, kind, name)
         raise UserError(
             f"{path!r:.200}: a path is tinker://MODEL/weights/NAME or tinker://MODEL/sampler_weights/NAME"
         )

@@ -25,6 +25,7 @@ from megatron.bridge.models.conversion.auto_bridge import AutoBridge
 from megatron.bridge.models.features.multi_token_prediction import drop_mtp_layers
 from megatron.bridge.models.gpt_provider import pad_query_groups
 from megatron.bridge.peft.lora import LoRA
+from megatron.bridge.peft.row_adapters import AdaptableLayers
 from megatron.bridge.training.adapter_trainer import AdapterTrainer
 from megatron.bridge.training.service.commands import (
     AddModel,
@@ -53,9 +54,8 @@ class ServiceFacts:
     """What the HTTP process knows of the model."""
 
     max_context: int
-    target_modules: Sequence[str]
+    layers: AdaptableLayers
     has_experts: bool
-    has_tokenizer: bool
 
 
 class ServiceModel:
@@ -111,7 +111,6 @@ class ServiceModel:
             raise UserError(
                 f"--max-context {max_context} must be from 2 to {model.max_context}, the model's maximum"
             )
-        self.has_tokenizer = model.hf is not None
         self.trainer = AdapterTrainer(
             model.bridge,
             self._make_training_chunks(model.bridge, model.chunks, sizes, dtype),
@@ -134,8 +133,8 @@ class ServiceModel:
     def yield_facts(self) -> Iterator[ServiceFacts]:
         """Yield what the HTTP process needs to know."""
         has_experts = bool(self.trainer.config.num_moe_experts)
-        targets = self.trainer.target_modules()
-        yield ServiceFacts(self.max_context, targets, has_experts, self.has_tokenizer)
+        layers = self.trainer.adaptable_layers()
+        yield ServiceFacts(self.max_context, layers, has_experts)
 
     def close(self) -> None:
         """Detach the caches."""
@@ -247,10 +246,9 @@ class ServiceLoop:
         if not accepted:
             return events
         rows = [row for command in accepted for row in command.rows]
-        if accepted[0].forward_only:
-            results = self._trainer.forward(rows)
-        else:
-            results = self._trainer.forward_backward(rows)
+        trainer = self._trainer
+        compute = trainer.forward if accepted[0].forward_only else trainer.forward_backward
+        results = compute(rows)
         for command in accepted:
             count = len(command.rows)
             events.append(Done(command.id, results[:count]))

@@ -53,7 +53,7 @@ def read_rows(model: str, request: ForwardBackwardInput) -> list[TrainingRow]:
     loss = request.loss_fn
     if loss not in INPUTS:
         raise UserError(
-            f"loss_fn={loss!r}{did_you_mean(loss, list(INPUTS))}: use one of {', '.join(INPUTS)}, or "
+            f"loss_fn={loss!r}: use one of {', '.join(INPUTS)}, or "
             "forward_backward_custom, which computes a loss in the client"
         )
     settings = _read_settings(loss, request.loss_fn_config or {})
@@ -97,7 +97,8 @@ def _read_row(model: str, loss: str, datum: Datum, settings: Mapping[str, float]
             raise UserError(
                 f"loss_fn_inputs.{key} is missing: {loss} needs one entry for each token"
             )
-    return TrainingRow(model, tokens, loss=loss, **values, **settings)
+    values.update(settings)
+    return TrainingRow(model, tokens, loss=loss, **values)
 
 
 def _read_numbers(key: str, tensor: TensorData, length: int) -> list[Any]:

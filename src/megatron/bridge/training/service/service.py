@@ -6,8 +6,9 @@ import secrets
 import sys
 import time
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from megatron.bridge.inference.server.errors import ApiError
@@ -73,7 +74,6 @@ class Model:
     session: Session
     description: Description
     turns: Turns
-    is_ready: bool = False
     snapshots: list[SavedWeights] = field(default_factory=list)
 
 
@@ -185,7 +185,8 @@ class Service:
         layers = "the output layer (train_unembed) has"
         if self.facts.has_experts:
             layers = "the output layer (train_unembed) and experts (a part of train_mlp) have"
-        return f"{layers} no adapter on this server: adapters change {', '.join(self.facts.target_modules)}"
+        adapted = (*self.facts.layers.attention, *self.facts.layers.mlp)
+        return f"{layers} no adapter on this server: adapters change {', '.join(adapted)}"
 
     def touch(self, session_id: str) -> Session:
         """Return a session and note that its client is there.
@@ -255,7 +256,6 @@ class Service:
             except UserError:
                 self._forget(model)
                 raise
-            model.is_ready = True
             _log(f"model {model_id}: rank {config.rank}; {self.left_out()}")
             return {"type": "create_model", "model_id": model_id}
 
@@ -263,11 +263,11 @@ class Service:
         return request_id
 
     def _choose_layers(self, config: LoraConfig) -> list[str]:
-        targets = [
-            name
-            for name in self.facts.target_modules
-            if (config.train_mlp if _is_mlp(name) else config.train_attn)
-        ]
+        targets: list[str] = []
+        if config.train_attn:
+            targets += self.facts.layers.attention
+        if config.train_mlp:
+            targets += self.facts.layers.mlp
         if not targets:
             raise ApiError(
                 400,
@@ -368,12 +368,15 @@ class Service:
         if request_id in self.results:  # sent again by a client that did not get the answer
             return request_id
         body = {name: value for name, value in values.items() if name not in ("model_id", "seq_id")}
-        operation = self._operations[kind]
-
-        async def run() -> Any:
-            return await operation(self, model, body)
-
-        self.results.keep(request_id, model.turns.submit(number, run))
+        operations = {
+            "forward_backward": self._forward_backward,
+            "optim_step": self._optim_step,
+            "save_weights": self._save_weights,
+            "save_weights_for_sampler": self._save_for_sampler,
+            "load_weights": self._load_weights,
+        }
+        operation = partial(operations[kind], model, body)
+        self.results.keep(request_id, model.turns.submit(number, operation))
         return request_id
 
     async def _forward_backward(self, model: Model, values: Mapping[str, Any]) -> ForwardAnswer:
@@ -430,16 +433,7 @@ class Service:
         weights, description = self._checkpoints.find(body.path, "weights")
         await self._ranks.call(LoadModel, model.id, str(weights.folder), body.optimizer)
         model.description = description
-        model.is_ready = True
         return {"type": "load_weights", "path": body.path, "model_id": model.id}
-
-    _operations: Mapping[str, Callable[["Service", Model, Mapping[str, Any]], Any]] = {
-        "forward_backward": _forward_backward,
-        "optim_step": _optim_step,
-        "save_weights": _save_weights,
-        "save_weights_for_sampler": _save_for_sampler,
-        "load_weights": _load_weights,
-    }
 
     def load_as_new_model(self, body: LoadWeights) -> str:
         """Start to add a model from saved weights; return the id of the request."""
@@ -564,10 +558,6 @@ class Service:
         for model in self._models.values():
             for weights in model.snapshots:
                 self._checkpoints.remove(weights)
-
-
-def _is_mlp(layer: str) -> bool:
-    return "mlp." in layer
 
 
 def _with_metadata(model: Model, metadata: Mapping[str, Any] | None) -> Description:

@@ -71,6 +71,9 @@ class TrainingRow:
                 raise UserError(f"{key} has {count} entries: give one for each of {length} tokens")
             if not all(math.isfinite(entry) for entry in entries):
                 raise UserError(f"{key} has a number that is not finite: leave the row out")
+        self._check_settings()
+
+    def _check_settings(self) -> None:
         if not 0 <= self.clip_low <= self.clip_high < math.inf:
             raise UserError(
                 f"clip_low={self.clip_low}, clip_high={self.clip_high}: both are ratios, the lower one first"
