@@ -2,7 +2,7 @@
 """Bodies of the requests of Tinker's client."""
 
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
@@ -17,7 +17,7 @@ class Body(BaseModel):
     model_config = ConfigDict(extra="allow", protected_namespaces=())
 
     @model_validator(mode="after")
-    def _refuse_unknown_fields(self) -> "Body":
+    def _refuse_unknown_fields(self) -> Self:
         for name, value in (self.model_extra or {}).items():
             if name != "type" and value:
                 hint = did_you_mean(name, list(type(self).model_fields))
@@ -104,8 +104,8 @@ class TensorData(Body):
     sparse_col_indices: list[int] | None = None
 
 
-class Chunk(Body):
-    """A part of a prompt."""
+class Chunk(BaseModel):
+    """A part of a prompt; ``ModelInput`` refuses what is not text."""
 
     type: str = "encoded_text"
     tokens: list[int] = []
