@@ -8,6 +8,11 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from megatron.bridge.inference.requests import Completion, Sampling
+from megatron.bridge.training.adapter_trainer import AdamSettings, RowResult
+from megatron.bridge.training.service.commands import AddModel, Compute, ExportModel, Sample, Step
+from megatron.bridge.training.service.ranks import ServiceLoop, ServiceModel
+from megatron.bridge.training.step.row_losses import TrainingRow
 from tests.toy_adapters import make
 from tests.training_service import (
     HAS_SERVER,
@@ -16,6 +21,7 @@ from tests.training_service import (
     datum,
     started_service,
 )
+from tests.workers import forget_model_parallel
 
 pytestmark = pytest.mark.skipif(not HAS_SERVER, reason="no server: run scripts/extra.sh serve")
 
@@ -332,3 +338,82 @@ def test_layouts_over_http_and_a_key(base, tmp_path, layout, address):
             else:
                 for row, wanted_row in zip(found, wanted, strict=True):
                     assert row == pytest.approx(wanted_row, abs=1e-5)
+
+
+LAYOUTS = {
+    "tp2": {"tensor_model_parallel_size": 2},
+    "pp2": {"pipeline_model_parallel_size": 2},
+    "cp2": {"context_parallel_size": 2},
+    "dp2": {},
+}
+EXPERT_LAYOUTS = {
+    "ep2": {"expert_model_parallel_size": 2},
+    "tp2": {"tensor_model_parallel_size": 2},
+}
+
+
+def run_commands(directory, scratch, layouts):
+    """For each layout, what two models learn in shared passes, and what is sampled from one of them."""
+    found = {}
+    for name, layout in layouts.items():
+        service = ServiceModel(
+            directory, sizes=layout, dtype="float32", kv_memory=1 << 24, micro_batch_size=2
+        )
+        loop = ServiceLoop(service)
+        (facts,) = service.yield_facts()
+        targets = [*facts.layers.attention, *facts.layers.mlp]
+        events = loop.apply([AddModel(0, "a", 4, 8.0, 1, targets)])
+        events += loop.apply([AddModel(1, "b", 2, 8.0, 2, targets[:2])])
+        for step in range(3):
+            rows = [
+                TrainingRow(model, tokens[:-1], tokens[1:])
+                for model in ("a", "b")
+                for tokens in TOKENS[: 1 + step % 2]
+            ]
+            settings = AdamSettings(learning_rate=1e-2, eps=1e-2)
+            events += loop.apply(
+                [
+                    Compute(10 * step + 2, "a", [row for row in rows if row.adapter == "a"], False),
+                    Step(10 * step + 4, "a", settings),
+                    Compute(10 * step + 3, "b", [row for row in rows if row.adapter == "b"], False),
+                    Step(10 * step + 5, "b", settings),
+                ]
+            )
+        events += loop.apply([ExportModel(30, "a", f"{scratch}/{name}")])
+        for number, adapter in enumerate((None, "a")):
+            sampling = Sampling(
+                max_new_tokens=5, adapter_name=adapter, logprobs=0, ignore_eos=True, n=2
+            )
+            folder = None if adapter is None else f"{scratch}/{name}"
+            events += loop.apply([Sample(40 + number, PROMPT, sampling, folder)])
+        while loop.is_busy:
+            events += loop.step()
+        found[name] = {event.id: event.value for event in events}
+        service.close()
+        forget_model_parallel()
+    return found
+
+
+def check_same(found, expected):
+    if isinstance(expected, float):
+        assert found == pytest.approx(expected, rel=1e-5)
+    elif isinstance(expected, RowResult):
+        assert found.logprobs == pytest.approx(expected.logprobs, abs=1e-5)
+    elif isinstance(expected, Completion):
+        assert found.tokens == expected.tokens
+    elif isinstance(expected, list):
+        for item, expected_item in zip(found, expected, strict=True):
+            check_same(item, expected_item)
+
+
+@pytest.mark.parametrize(("kind", "layouts"), [("llama", LAYOUTS), ("qwen3_moe", EXPERT_LAYOUTS)])
+def test_layouts_compute_what_one_process_does(kind, layouts, tmp_path, two_workers):
+    directory = tmp_path / kind
+    make(kind, directory)
+    expected = run_commands(str(directory), tmp_path / "alone", {"one": {}})["one"]
+    assert len(expected) == 2 + 12 + 1 + 2
+    for outcome in two_workers.run(run_commands, str(directory), str(tmp_path), layouts):
+        for name in layouts:
+            assert outcome[name].keys() == expected.keys()
+            for number, value in expected.items():
+                check_same(outcome[name][number], value)
