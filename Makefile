@@ -38,7 +38,7 @@ unit: setup
 	$(PYTEST) -n 2 -m "not (slow or gpu or network)" tests/unit_tests
 
 functional: setup
-	@for name in resiliency energon trackers eval serve storage te vlm otel verl; do \
+	@for name in resiliency energon trackers eval serve storage te tinker vlm otel verl; do \
 	    scripts/extra.sh $$name || echo "tests of $$name will be skipped: scripts/extra.sh $$name failed"; \
 	done
 	$(PYTEST) -n 2 --dist loadfile --no-loadscope-reorder -m "not (slow or gpu or network)" tests/functional_tests

@@ -17,20 +17,20 @@ if BESIDE.is_dir():
     sys.path.append(str(BESIDE))
 HAS_SERVER = find_spec("uvicorn") is not None
 
-OPTIONS = ["--dtype", "float32", "--kv-memory", "16MB", "--port", "0", "--name", "toy"]
+OPTIONS = ["--dtype", "float32", "--kv-memory", "16MB", "--port", "0"]
 
 
 @contextmanager
-def started_service(directory, root, *options, **environment):
+def started_service(directory, root, *options, name="toy", **environment):
     """The address of a service; it ends with the context."""
     command = [sys.executable, "-m", "megatron.bridge.cli.main", "serve", str(directory)]
-    command += ["--train", str(root), *OPTIONS, *options]
+    command += ["--train", str(root), *OPTIONS, "--name", name, *options]
     path = f"{ROOT / 'src'}:{BESIDE}"
     variables = os.environ | environment | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=variables) as process:
         try:
             line = process.stdout.readline()
-            assert line.startswith("serving toy at http://127.0.0.1:"), line
+            assert line.startswith(f"serving {name} at http://127.0.0.1:"), line
             yield line.split()[-1]
         finally:
             process.terminate()
