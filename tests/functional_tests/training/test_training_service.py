@@ -8,6 +8,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from megatron.bridge.cli.main import main
 from megatron.bridge.inference.requests import Completion, Sampling
 from megatron.bridge.training.adapter_trainer import AdamSettings, RowResult
 from megatron.bridge.training.service.commands import AddModel, Compute, ExportModel, Sample, Step
@@ -338,6 +339,27 @@ def test_layouts_over_http_and_a_key(base, tmp_path, layout, address):
             else:
                 for row, wanted_row in zip(found, wanted, strict=True):
                     assert row == pytest.approx(wanted_row, abs=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--dp", "2"], ["--dp 2", "--train DIR"]),
+        (["--micro-batch-size", "2"], ["--micro-batch-size 2", "--train DIR"]),
+        (["--train", "DIR", "--adapter-root", "DIR"], ["--adapter-root", "no effect with --train"]),
+        (["--train", "DIR", "--request-timeout", "9"], ["--request-timeout 9", "no effect"]),
+        (["--train", "FILE"], ["--train FILE is a file"]),
+        (["--train", "DIR", "--host", "0.0.0.0"], ["--api-key-file"]),
+        (["--train", "DIR", "--max-context", "65"], ["--max-context 65", "from 2 to 64"]),
+    ],
+)
+def test_options_without_effect_are_refused(base, tmp_path, monkeypatch, capsys, options, words):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "DIR").mkdir()
+    (tmp_path / "FILE").touch()
+    assert main(["serve", str(base), "--port", "0", *options]) == 1
+    error = capsys.readouterr().err
+    assert all(word in error for word in words), error
 
 
 LAYOUTS = {

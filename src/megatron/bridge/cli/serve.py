@@ -19,6 +19,7 @@ PACKAGES = ("fastapi", "uvicorn", "prometheus_client")
 _SHORTEST_KEY = 16
 _MOST_ADAPTERS = 32  # loaded or trained at a time
 _MICRO_BATCH_SIZE = 4
+_REQUEST_SECONDS = 600
 
 
 DESCRIPTION = (
@@ -97,7 +98,6 @@ def add_arguments(parser: Parser) -> None:
     server.add_argument(
         "--request-timeout",
         type=count,
-        default=600,
         metavar="S",
         help="seconds until a request is aborted (600)",
     )
@@ -157,7 +157,7 @@ def run(args: argparse.Namespace) -> int:
         port=args.port,
         api_key=read_key(args.api_key_file),
         max_queue=args.max_queue,
-        request_seconds=args.request_timeout,
+        request_seconds=args.request_timeout or _REQUEST_SECONDS,
         drain_seconds=args.drain_timeout,
         tool_parser=args.tool_parser,
         adapter_root=args.adapter_root,
@@ -180,7 +180,7 @@ _TRAINING_OPTIONS = ("dp", "cp", "micro_batch_size")
 # what has no effect in a training service, or would change what it trains
 _GENERATION_OPTIONS = (
     *("adapter", "adapters", "adapter_root", "template", "tool_parser", "pooling", "speculative"),
-    *("embed", "window_rings", "trust_checkpoint"),
+    *("speculative_tokens", "embed", "window_rings", "trust_checkpoint", "request_timeout"),
 )
 
 

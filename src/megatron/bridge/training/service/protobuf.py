@@ -131,7 +131,8 @@ def read_forward_backward(body: bytes) -> dict[str, Any]:
     request = _CLASSES["ForwardBackwardRequest"]()
     try:
         request.ParseFromString(body)
-    except DecodeError as error:
+        data = [_read_datum(datum) for datum in request.data]
+    except (DecodeError, ValueError) as error:  # ValueError: half a number
         raise UserError(
             "the body is not a ForwardBackwardRequest in protocol buffers: send JSON instead"
         ) from error
@@ -146,7 +147,7 @@ def read_forward_backward(body: bytes) -> dict[str, Any]:
         "forward_backward_input": {
             "loss_fn": request.loss_fn,
             "loss_fn_config": settings,
-            "data": [_read_datum(datum) for datum in request.data],
+            "data": data,
         },
     }
 
