@@ -11,10 +11,20 @@ from transformers import AutoModelForCausalLM
 from megatron.bridge.cli.main import main
 from megatron.bridge.inference.requests import Completion, Sampling
 from megatron.bridge.training.adapter_trainer import AdamSettings, RowResult
-from megatron.bridge.training.service.commands import AddModel, Compute, ExportModel, Sample, Step
+from megatron.bridge.training.service.checkpoints import Checkpoints
+from megatron.bridge.training.service.commands import (
+    AddModel,
+    Compute,
+    Done,
+    ExportModel,
+    Sample,
+    Step,
+)
 from megatron.bridge.training.service.ranks import ServiceLoop, ServiceModel
+from megatron.bridge.training.service.service import Service
 from megatron.bridge.training.step.row_losses import TrainingRow
-from tests.toy_adapters import make
+from tests.toy_adapters import DECODER, make
+from tests.toy_models import make_llama
 from tests.training_service import (
     HAS_SERVER,
     Client,
@@ -172,11 +182,8 @@ def test_training_goes_on_bitwise_after_a_restart(base, tmp_path):
     with started_service(base, tmp_path) as address:
         client = Client(address)
         facts = client.post("weights_info", {"tinker_path": path})
-        assert (facts["base_model"], facts["lora_rank"], facts["train_unembed"]) == (
-            "toy",
-            4,
-            False,
-        )
+        trained = [facts[f"train_{layers}"] for layers in ("attn", "mlp", "unembed")]
+        assert (facts["base_model"], facts["lora_rank"], trained) == ("toy", 4, [True] * 3)
         assert train(client.load(path, optimizer=True), 2) == expected
         # in place of what another model has learned
         other = client.create(rank=8, seed=5)
@@ -256,7 +263,7 @@ def test_requests_run_in_the_order_of_their_numbers(address):
 def test_wrong_requests_are_refused_by_name(address):
     client = Client(address)
     model = client.create(rank=4)
-    assert "train_unembed" in client.warning
+    assert client.warning is None
     two_targets = datum(TOKENS[0])
     two_targets["loss_fn_inputs"]["target_tokens"] |= {"shape": [5, 2]}
     image = datum(TOKENS[0])
@@ -302,7 +309,7 @@ def test_wrong_requests_are_refused_by_name(address):
     with pytest.raises(RefusedError, match="base_model='other': this server has toy"):
         client.call("create_model", {**model_body, "base_model": "other"})
     with pytest.raises(RefusedError, match="train_attn=true"):
-        client.create(train_attn=False, train_mlp=False)
+        client.create(train_attn=False, train_mlp=False, train_unembed=False)
     sample_body = {"prompt": {"chunks": []}, "sampling_params": {}, "base_model": "toy"}
     with pytest.raises(RefusedError, match="prompt_alt_tokens_k=2 is not supported"):
         client.call("asample", {**sample_body, "prompt_alt_tokens_k": 2})
@@ -383,7 +390,7 @@ def run_commands(directory, scratch, layouts):
         )
         loop = ServiceLoop(service)
         (facts,) = service.yield_facts()
-        targets = [*facts.layers.attention, *facts.layers.mlp]
+        targets = [*facts.layers.attention, *facts.layers.mlp, *facts.layers.output]
         events = loop.apply([AddModel(0, "a", 4, 8.0, 1, targets)])
         events += loop.apply([AddModel(1, "b", 2, 8.0, 2, targets[:2])])
         for step in range(3):
@@ -392,7 +399,7 @@ def run_commands(directory, scratch, layouts):
                 for model in ("a", "b")
                 for tokens in TOKENS[: 1 + step % 2]
             ]
-            settings = AdamSettings(learning_rate=1e-2, eps=1e-2)
+            settings = AdamSettings(learning_rate=3e-3, eps=1e-2)
             events += loop.apply(
                 [
                     Compute(10 * step + 2, "a", [row for row in rows if row.adapter == "a"], False),
@@ -439,3 +446,61 @@ def test_layouts_compute_what_one_process_does(kind, layouts, tmp_path, two_work
             assert outcome[name].keys() == expected.keys()
             for number, value in expected.items():
                 check_same(outcome[name][number], value)
+
+
+def test_layers_without_adapters_are_named(tmp_path):
+    make("qwen3_moe", tmp_path / "experts")
+    make_llama(**DECODER, tie_word_embeddings=True).save_pretrained(tmp_path / "tied")
+    words = {
+        "experts": ["experts", "q_proj", "output_layer"],
+        "tied": ["train_unembed", "mlp.down_proj"],
+    }
+    for name, expected in words.items():
+        model = ServiceModel(str(tmp_path / name), sizes={}, kv_memory=1 << 24)
+        (facts,) = model.yield_facts()
+        service = Service("toy", "path", facts, Checkpoints(tmp_path / "saved"), 1, 1.0)
+        warning = service.create_session()["warning_message"]
+        assert all(word in warning for word in expected), warning
+        assert ("output_layer" in warning) == (name == "experts")
+        model.close()
+        forget_model_parallel()
+
+
+def test_samplers_make_room_for_others(base, tmp_path):
+    model = ServiceModel(str(base), sizes={}, dtype="float32", kv_memory=1 << 24, max_adapters=1)
+    loop = ServiceLoop(model)
+    events = loop.apply([AddModel(0, "a", 4, 8.0, 1, ["q_proj"])])
+    row = TrainingRow("a", TOKENS[0][:-1], TOKENS[0][1:])
+    for step in range(2):
+        events += loop.apply([ExportModel(0, "a", f"{tmp_path}/{step}")])
+        events += loop.apply([Compute(0, "a", [row], False), Step(0, "a", AdamSettings(0.05))])
+    assert all(isinstance(event, Done) for event in events)
+
+    def sampling(step):
+        return Sampling(max_new_tokens=4, adapter_name=str(step), ignore_eos=True)
+
+    def sample(*steps):
+        commands = [Sample(step, PROMPT, sampling(step), f"{tmp_path}/{step}") for step in steps]
+        events = loop.apply(commands)
+        while loop.is_busy:
+            events += loop.step()
+        return {event.id: event.value[0].tokens for event in events}
+
+    alone = {**sample(0), **sample(1)}
+    assert alone[0] != alone[1]
+    assert sample(0, 1) == alone
+    assert sample(1, 0) == alone
+    (refused,) = loop.apply([AddModel(5, "b", 4, 8.0, 1, ["q_proj"])])
+    assert "--max-adapters 1" in refused.message
+    # training and sampling have one copy of the base
+    pointers = [
+        {
+            name: value.data_ptr()
+            for name, value in chunk.named_parameters()
+            if ".adapter." not in name
+        }
+        for chunk in (model.trainer._chunks[0], model.engine._state.bare[0])
+    ]
+    assert pointers[0] == pointers[1]
+    model.close()
+    forget_model_parallel()

@@ -167,8 +167,8 @@ def test_wrong_requests_change_nothing(llama, tmp_path):
         trainer.add("dora", DoRA())
     with pytest.raises(UserError, match=r"dropout=0\.1"):
         trainer.add("dropped", LoRA(dropout=0.1))
-    with pytest.raises(UserError, match="output_layer"):
-        trainer.add("head", LoRA(target_modules=["output_layer"]))
+    with pytest.raises(UserError, match="word_embeddings"):
+        trainer.add("embedding", LoRA(target_modules=["word_embeddings"]))
     assert trainer.names == tuple(METHODS)
     trainer.forward_backward([good])
     with pytest.raises(UserError, match="call step before save"):

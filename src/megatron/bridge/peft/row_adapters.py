@@ -237,10 +237,12 @@ class AdaptableLayers:
     Attributes:
         attention: Linear layers of attention and of other mixers of tokens.
         mlp: Linear layers of MLPs.
+        output: The output layer, unless its weight is the embedding's.
     """
 
     attention: tuple[str, ...]
     mlp: tuple[str, ...]
+    output: tuple[str, ...]
 
     @classmethod
     def of(cls, chunks: Sequence[nn.Module]) -> "AdaptableLayers":
@@ -249,19 +251,24 @@ class AdaptableLayers:
         Layers have their names in transformers, where parts of fused layers have separate factors.
         """
         own_layers = list(_name_layers(chunks))
-        everywhere = {layer for layers in all_gather_object(own_layers) for layer in layers}
-        attention = sorted(name for name, is_mlp in everywhere if not is_mlp)
-        mlp = sorted(name for name, is_mlp in everywhere if is_mlp)
-        return cls(tuple(attention), tuple(mlp))
+        names: dict[str, set[str]] = {"attention": set(), "mlp": set(), "output": set()}
+        for layers_of_rank in all_gather_object(own_layers):
+            for kind, name in layers_of_rank:
+                names[kind].add(name)
+        return cls(**{kind: tuple(sorted(named)) for kind, named in names.items()})
 
 
-def _name_layers(chunks: Sequence[nn.Module]) -> Iterator[tuple[str, bool]]:
-    """Yield the name of each target of this rank, and whether it is a layer of an MLP."""
+def _name_layers(chunks: Sequence[nn.Module]) -> Iterator[tuple[str, str]]:
+    """Yield the kind and the name of each target of this rank."""
     bare = bare_chunks(chunks)
     modules = HFModules(bare[0].config)
     for chunk in bare:
         for site in targets.sites(chunk):
             if not _has_rows(site) or isinstance(site.module, Router):
+                continue
+            if site.name == targets.OUTPUT_LAYER:
+                if not chunk.share_embeddings_and_output_weights:
+                    yield "output", site.name
                 continue
             candidates = LoRA().candidates(site, modules)
             parts = [candidate for candidate in candidates if candidate.is_part]
@@ -269,13 +276,15 @@ def _name_layers(chunks: Sequence[nn.Module]) -> Iterator[tuple[str, bool]]:
                 parts = []
             names = [name for part in parts or candidates[:1] for name in part.hf_names]
             for name in names or [site.name]:
-                yield name.split(".layers.")[-1].partition(".")[2], ".mlp." in site.name
+                kind = "mlp" if ".mlp." in site.name else "attention"
+                yield kind, name.split(".layers.")[-1].partition(".")[2]
 
 
 def _has_rows(site: Site) -> bool:
     """Return whether the inputs of a layer are rows of the batch."""
     is_in_decoder = ".layers." in site.name and not site.name.startswith(TOWER)
-    return is_in_decoder and site.experts is None and ".local_experts." not in site.name
+    is_expert = site.experts is not None or ".local_experts." in site.name
+    return site.name == targets.OUTPUT_LAYER or (is_in_decoder and not is_expert)
 
 
 def _check_site(name: str, site: Site) -> None:

@@ -28,6 +28,7 @@ class Description:
     lora_alpha: float
     train_attn: bool
     train_mlp: bool
+    train_unembed: bool
     created: float = 0.0  # seconds since 1970
     user_metadata: Mapping[str, Any] | None = None
 

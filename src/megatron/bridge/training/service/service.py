@@ -7,7 +7,7 @@ import sys
 import time
 import uuid
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -180,13 +180,17 @@ class Service:
         answer = {"type": "create_session", "session_id": session.id}
         return {**answer, "warning_message": self.left_out()}
 
-    def left_out(self) -> str:
-        """Return which of the layers that clients ask for by default have no adapter here."""
-        layers = "the output layer (train_unembed) has"
+    def left_out(self) -> str | None:
+        """Return which of the layers that clients ask for by default have no adapter here; None for none."""
+        layers: list[str] = []
+        if not self.facts.layers.output:
+            layers.append("the output layer (train_unembed), whose weight is the embedding's")
         if self.facts.has_experts:
-            layers = "the output layer (train_unembed) and experts (a part of train_mlp) have"
-        adapted = (*self.facts.layers.attention, *self.facts.layers.mlp)
-        return f"{layers} no adapter on this server: adapters change {', '.join(adapted)}"
+            layers.append("experts (a part of train_mlp)")
+        if not layers:
+            return None
+        adapted = (*self.facts.layers.attention, *self.facts.layers.mlp, *self.facts.layers.output)
+        return f"no adapters here: {' and '.join(layers)}; adapters change {', '.join(adapted)}"
 
     def touch(self, session_id: str) -> Session:
         """Return a session and note that its client is there.
@@ -237,8 +241,9 @@ class Service:
             self.name,
             config.rank,
             ALPHA,
-            config.train_attn,
-            config.train_mlp,
+            train_attn=config.train_attn,
+            train_mlp=config.train_mlp,
+            train_unembed=config.train_unembed and bool(self.facts.layers.output),
             user_metadata=body.user_metadata,
         )
         seed = secrets.randbits(31) if config.seed is None else config.seed
@@ -256,7 +261,7 @@ class Service:
             except UserError:
                 self._forget(model)
                 raise
-            _log(f"model {model_id}: rank {config.rank}; {self.left_out()}")
+            _log(f"model {model_id}: rank {config.rank}, {', '.join(targets)}")
             return {"type": "create_model", "model_id": model_id}
 
         self.results.start(request_id, add)
@@ -268,11 +273,13 @@ class Service:
             targets += self.facts.layers.attention
         if config.train_mlp:
             targets += self.facts.layers.mlp
+        if config.train_unembed:
+            targets += self.facts.layers.output
         if not targets:
             raise ApiError(
                 400,
-                f"lora_config train_attn={config.train_attn}, train_mlp={config.train_mlp}: no layer is left, as "
-                f"{self.left_out()}; set train_attn=true",
+                f"lora_config train_attn={config.train_attn}, train_mlp={config.train_mlp}, train_unembed="
+                f"{config.train_unembed}: no layer is left ({self.left_out()}), so set train_attn=true",
                 "lora_config",
             )
         return targets
@@ -464,7 +471,7 @@ class Service:
             "base_model": description.base_model,
             "is_lora": True,
             "lora_rank": description.lora_rank,
-            "train_unembed": False,
+            "train_unembed": description.train_unembed,
             "train_mlp": description.train_mlp,
             "train_attn": description.train_attn,
         }
@@ -561,15 +568,7 @@ class Service:
 
 
 def _with_metadata(model: Model, metadata: Mapping[str, Any] | None) -> Description:
-    facts = model.description
-    return Description(
-        facts.base_model,
-        facts.lora_rank,
-        facts.lora_alpha,
-        facts.train_attn,
-        facts.train_mlp,
-        user_metadata=metadata,
-    )
+    return replace(model.description, user_metadata=metadata)
 
 
 def _time_as_name() -> str:
