@@ -302,6 +302,8 @@ def test_wrong_requests_are_refused_by_name(address):
     for path in ("tinker://../weights/x", "tinker://a/weights/../../x", "/etc"):
         with pytest.raises(RefusedError, match=r"tinker://|name"):
             client.load(path, optimizer=False)
+    with pytest.raises(RefusedError, match="save_weights_for_sampler is already"):
+        model.call("save_weights_external", {"path": "other"})
     sampler = model.save_for_sampler("refused")
     with pytest.raises(RefusedError, match="sampler_weights: give weights"):
         client.load(sampler, optimizer=False)

@@ -20,6 +20,8 @@ _SHORTEST_KEY = 16
 _MOST_ADAPTERS = 32  # loaded or trained at a time
 _MICRO_BATCH_SIZE = 4
 _REQUEST_SECONDS = 600
+_MAX_QUEUE = 256
+_MAX_QUEUE_OF_TRAINING = 16384  # reinforcement learning asks for all samples of a step at once
 
 
 DESCRIPTION = (
@@ -91,9 +93,8 @@ def add_arguments(parser: Parser) -> None:
     server.add_argument(
         "--max-queue",
         type=count,
-        default=256,
         metavar="N",
-        help="texts that may wait in the queue (256)",
+        help=f"texts that may wait in the queue ({_MAX_QUEUE}, with --train {_MAX_QUEUE_OF_TRAINING})",
     )
     server.add_argument(
         "--request-timeout",
@@ -156,7 +157,7 @@ def run(args: argparse.Namespace) -> int:
         host=args.host,
         port=args.port,
         api_key=read_key(args.api_key_file),
-        max_queue=args.max_queue,
+        max_queue=args.max_queue or (_MAX_QUEUE if args.train is None else _MAX_QUEUE_OF_TRAINING),
         request_seconds=args.request_timeout or _REQUEST_SECONDS,
         drain_seconds=args.drain_timeout,
         tool_parser=args.tool_parser,

@@ -48,6 +48,14 @@ CLIENT_CONFIG = {
 }
 """How the client talks to this server."""
 
+_KINDS_IN_ORDER = (
+    "optim_step",
+    "save_weights",
+    "save_weights_for_sampler",
+    "save_weights_external",
+)
+"""Requests of a model whose bodies are JSON."""
+
 Values = dict[str, Any]
 
 
@@ -156,7 +164,7 @@ def _add_training(app: FastAPI, service: Service) -> None:
         values = {**values, "forward_backward_input": data, "forward_only": True}
         return _queue(service, "forward_backward", values)
 
-    for kind in ("optim_step", "save_weights", "save_weights_for_sampler"):
+    for kind in _KINDS_IN_ORDER:
         app.post(f"{PREFIX}/{kind}")(_make_endpoint(service, kind))
 
 

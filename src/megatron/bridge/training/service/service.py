@@ -381,6 +381,7 @@ class Service:
             "save_weights": self._save_weights,
             "save_weights_for_sampler": self._save_for_sampler,
             "load_weights": self._load_weights,
+            "save_weights_external": self._refuse_external,
         }
         operation = partial(operations[kind], model, body)
         self.results.keep(request_id, model.turns.submit(number, operation))
@@ -431,6 +432,12 @@ class Service:
             self._checkpoints.remove(old)
             model.snapshots.remove(old)
         return {**answer, "sampling_session_id": sampler.id}
+
+    async def _refuse_external(self, model: Model, values: Mapping[str, Any]) -> None:
+        raise UserError(
+            f"save_weights_external is not supported for {model.id}, {values.get('path')!r:.80}: the folder of "
+            "save_weights_for_sampler is already in the format of peft"
+        )
 
     async def _load_weights(self, model: Model, values: Mapping[str, Any]) -> dict[str, Any]:
         return await self._load(model, read_body(LoadWeights, values))
@@ -522,7 +529,8 @@ class Service:
         sequence_ids = [f"{request_id}:{index}" for index in range(body.num_samples)]
         if request_id in self.results:
             return request_id, sequence_ids
-        if self._open_samples + body.num_samples > self._most_samples:
+        count = self._open_samples + body.num_samples
+        if self._open_samples and count > self._most_samples:
             raise ApiError(
                 429, f"{self._open_samples} samples are running or waiting: try again later"
             )
