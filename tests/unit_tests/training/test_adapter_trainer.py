@@ -206,7 +206,7 @@ def test_losses_of_a_padded_row(loss):
         else:
             ratio = min(max(math.exp(logprob.item() - old), 0.8), 1.2)
             expected = expected - ratio * advantage * logprob
-    assert float(found) == pytest.approx(float(expected))
+    assert found.item() == pytest.approx(expected.item())
     (gradient,) = torch.autograd.grad(found, logprobs)
     (expected_gradient,) = torch.autograd.grad(expected, logprobs)
     torch.testing.assert_close(gradient, expected_gradient)
