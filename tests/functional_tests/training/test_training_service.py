@@ -506,3 +506,24 @@ def test_samplers_make_room_for_others(base, tmp_path):
     assert pointers[0] == pointers[1]
     model.close()
     forget_model_parallel()
+
+
+def test_a_base_in_bfloat16_learns_and_samples_what_it_has_learned(base, tmp_path):
+    model = ServiceModel(str(base), sizes={}, dtype="bfloat16", kv_memory=1 << 24)
+    loop = ServiceLoop(model)
+    (facts,) = model.yield_facts()
+    loop.apply([AddModel(0, "a", 4, 32.0, 1, facts.layers.attention + facts.layers.output)])
+    row = TrainingRow("a", TOKENS[0][:-1], TOKENS[0][1:])
+    losses = []
+    for _ in range(30):
+        done, _ = loop.apply([Compute(0, "a", [row], False), Step(0, "a", AdamSettings(0.02))])
+        losses.append(done.value[0].loss)
+    assert losses[-1] < losses[0] / 20
+    loop.apply([ExportModel(0, "a", f"{tmp_path}/a")])
+    sampling = Sampling(max_new_tokens=5, adapter_name="a", ignore_eos=True)
+    events = loop.apply([Sample(1, TOKENS[0][:4], sampling, f"{tmp_path}/a")])
+    while loop.is_busy:
+        events += loop.step()
+    assert events[0].value[0].tokens == TOKENS[0][4:9]
+    model.close()
+    forget_model_parallel()
