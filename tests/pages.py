@@ -143,7 +143,7 @@ def _title(info):
     return found[1] if found else ""
 
 
-CLIENTS = ("openai",)
+CLIENTS = ("openai", "tinker")
 """Packages of clients in pages, which only an extra installs."""
 
 

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 from megatron.bridge.peft.dora import DoRA
 from megatron.bridge.peft.lora import LoRA
 from megatron.bridge.training.adapter_trainer import AdamSettings
-from megatron.bridge.training.step.row_losses import TrainingRow
+from megatron.bridge.training.step.row_losses import TrainingRow, compute_loss
 from megatron.bridge.utils.errors import UserError
 from tests.toy_adapters import make
 from tests.toy_trainer import METHODS, SETTINGS, make_rows, make_trainer, train, weights
@@ -115,6 +115,12 @@ def test_a_saved_adapter_goes_on_bitwise_next_to_others(llama, tmp_path):
 
     trainer.load("small", tmp_path / "state")
     trainer.load("copy", tmp_path / "state")
+    trainer.load("anew", tmp_path / "state", with_optimizer=False)
+    assert trainer.steps("anew") == 0
+    assert torch.equal(weights(trainer, "anew"), weights(trainer, "copy"))
+    moments = [state["exp_avg"] for state in trainer._optimizers["anew"].state.values()]
+    assert moments
+    assert not any(moment.any() for moment in moments)
     assert trainer.steps("small") == trainer.steps("copy") == 3
     assert train(trainer, ["small"]) == losses
     assert torch.equal(weights(trainer, "small"), last)
@@ -161,8 +167,8 @@ def test_wrong_requests_change_nothing(llama, tmp_path):
         trainer.add("dora", DoRA())
     with pytest.raises(UserError, match=r"dropout=0\.1"):
         trainer.add("dropped", LoRA(dropout=0.1))
-    with pytest.raises(UserError, match="output_layer"):
-        trainer.add("head", LoRA(target_modules=["output_layer"]))
+    with pytest.raises(UserError, match="word_embeddings"):
+        trainer.add("embedding", LoRA(target_modules=["word_embeddings"]))
     assert trainer.names == tuple(METHODS)
     trainer.forward_backward([good])
     with pytest.raises(UserError, match="call step before save"):
@@ -176,3 +182,33 @@ def test_rows_of_one_token_and_removed_adapters(llama):
     assert result.loss == pytest.approx(-result.logprobs[0])
     with pytest.raises(UserError, match="adapter 'large' does not exist"):
         trainer.step("large", AdamSettings())
+
+
+@pytest.mark.parametrize("loss", ["cispo", "dro"])
+def test_losses_of_a_padded_row(loss):
+    logprobs = torch.tensor([-1.0, -2.0, -0.5, -3.0], requires_grad=True)
+    sampled, advantages = [-1.5, -1.8, -0.6], [1.0, -2.0, 0.5]
+    row = TrainingRow(
+        "a",
+        [1, 2, 3],
+        [2, 3, 4],
+        loss=loss,
+        sampled_logprobs=sampled,
+        advantages=advantages,
+        beta=0.3,
+    )
+    padded = [torch.tensor([*values, 0.0]) for values in (advantages, sampled)]
+    found = compute_loss(row, logprobs, *padded, torch.arange(4))
+    expected = 0.0
+    for logprob, old, advantage in zip(logprobs[:3], sampled, advantages, strict=True):
+        if loss == "dro":
+            expected = expected - (logprob * advantage - 0.15 * (logprob - old) ** 2)
+        else:
+            ratio = min(max(math.exp(logprob.item() - old), 0.8), 1.2)
+            expected = expected - ratio * advantage * logprob
+    assert found.item() == pytest.approx(expected.item())
+    (gradient,) = torch.autograd.grad(found, logprobs)
+    (expected_gradient,) = torch.autograd.grad(expected, logprobs)
+    torch.testing.assert_close(gradient, expected_gradient)
+    with pytest.raises(UserError, match="beta=-1"):
+        dataclasses.replace(row, beta=-1.0).check(10, 10)

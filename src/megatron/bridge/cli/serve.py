@@ -4,6 +4,7 @@
 import argparse
 import os
 from pathlib import Path
+from typing import Any
 
 from megatron.bridge.cli.support import model_options
 from megatron.bridge.cli.support.options import add_model_options, add_tool_parser
@@ -16,7 +17,11 @@ from megatron.bridge.utils.telemetry import EXTRA
 KEY_VARIABLE = "MEGATRON_BRIDGE_API_KEY"
 PACKAGES = ("fastapi", "uvicorn", "prometheus_client")
 _SHORTEST_KEY = 16
-_MOST_ADAPTERS = 32  # loaded at a time
+_MOST_ADAPTERS = 32  # loaded or trained at a time
+_MICRO_BATCH_SIZE = 4
+_REQUEST_SECONDS = 600
+_MAX_QUEUE = 256
+_MAX_QUEUE_OF_TRAINING = 16384  # reinforcement learning asks for all samples of a step at once
 
 
 DESCRIPTION = (
@@ -27,6 +32,7 @@ EXAMPLES = """examples:
   megatron-bridge serve HuggingFaceTB/SmolLM2-135M-Instruct
   megatron-bridge serve meta-llama/Llama-3.2-1B --adapters math=runs/lora-math --adapters chat=adapters/chat
   megatron-bridge serve runs/sft --tp 2 --host 0.0.0.0 --api-key-file key.txt
+  megatron-bridge serve HuggingFaceTB/SmolLM2-135M-Instruct --train runs/service
 
 The key can also be in the variable MEGATRON_BRIDGE_API_KEY. After SIGTERM, running requests finish first.
 """
@@ -52,7 +58,22 @@ def add_arguments(parser: Parser) -> None:
         "--max-adapters",
         type=count,
         metavar="N",
-        help="adapters that may be loaded at a time with --adapter-root (32)",
+        help="adapters that may be loaded at a time with --adapter-root, or trained with --train (32)",
+    )
+    training = parser.add_argument_group("training service")
+    training.add_argument(
+        "--train",
+        type=Path,
+        metavar="DIR",
+        help="train adapters for clients of Tinker's API instead, and save their weights in this folder",
+    )
+    training.add_argument("--dp", type=count, help="data-parallel size of --train (1)")
+    training.add_argument("--cp", type=count, help="context-parallel size of --train (1)")
+    training.add_argument(
+        "--micro-batch-size",
+        type=count,
+        metavar="N",
+        help=f"rows of a forward pass in training ({_MICRO_BATCH_SIZE})",
     )
     server = parser.add_argument_group("server")
     server.add_argument(
@@ -72,14 +93,12 @@ def add_arguments(parser: Parser) -> None:
     server.add_argument(
         "--max-queue",
         type=count,
-        default=256,
         metavar="N",
-        help="texts that may wait in the queue (256)",
+        help=f"texts that may wait in the queue ({_MAX_QUEUE}, with --train {_MAX_QUEUE_OF_TRAINING})",
     )
     server.add_argument(
         "--request-timeout",
         type=count,
-        default=600,
         metavar="S",
         help="seconds until a request is aborted (600)",
     )
@@ -115,6 +134,11 @@ def run(args: argparse.Namespace) -> int:
     if args.otel_service_name is not None:
         name = f"--otel-service-name {args.otel_service_name}"
         import_optional("opentelemetry.sdk.trace", name, EXTRA, is_setting=False)
+    if args.train is not None:
+        import_optional(
+            "google.protobuf", "megatron-bridge serve --train", "serve", is_setting=False
+        )
+    _check_options(args)
     from megatron.bridge.inference.server.run import ServeConfig, serve
 
     if "RANK" in os.environ:
@@ -123,8 +147,6 @@ def run(args: argparse.Namespace) -> int:
         )
     if not 0 <= args.port < 1 << 16:
         raise UserError(f"--port {args.port} must be from 0 to 65535: 0 takes a free one")
-    if args.max_adapters is not None and args.adapter_root is None:
-        raise UserError(f"--max-adapters {args.max_adapters} needs --adapter-root DIR: give both")
     if args.adapter_root is not None and not args.adapter_root.is_dir():
         raise UserError(f"--adapter-root {args.adapter_root}: there is no such folder")
     most_adapters = 0
@@ -135,13 +157,16 @@ def run(args: argparse.Namespace) -> int:
         host=args.host,
         port=args.port,
         api_key=read_key(args.api_key_file),
-        max_queue=args.max_queue,
-        request_seconds=args.request_timeout,
+        max_queue=args.max_queue or (_MAX_QUEUE if args.train is None else _MAX_QUEUE_OF_TRAINING),
+        request_seconds=args.request_timeout or _REQUEST_SECONDS,
         drain_seconds=args.drain_timeout,
         tool_parser=args.tool_parser,
         adapter_root=args.adapter_root,
         otel_service_name=args.otel_service_name,
     )
+    if args.train is not None:
+        _serve_training(args, config)
+        return 0
     options = {
         **model_options.llm_options(args),
         "max_adapters": most_adapters,
@@ -150,6 +175,61 @@ def run(args: argparse.Namespace) -> int:
     }
     serve(args.model, options, config)
     return 0
+
+
+_TRAINING_OPTIONS = ("dp", "cp", "micro_batch_size")
+# what has no effect in a training service, or would change what it trains
+_GENERATION_OPTIONS = (
+    *("adapter", "adapters", "adapter_root", "template", "tool_parser", "pooling", "speculative"),
+    *("speculative_tokens", "embed", "window_rings", "trust_checkpoint", "request_timeout"),
+)
+
+
+def _check_options(args: argparse.Namespace) -> None:
+    """Refuse options that have no effect."""
+    if args.train is None:
+        for name in _TRAINING_OPTIONS:
+            value = getattr(args, name)
+            if value is not None:
+                option = name.replace("_", "-")
+                raise UserError(f"--{option} {value} needs --train DIR: give both")
+        if args.max_adapters is not None and args.adapter_root is None:
+            raise UserError(
+                f"--max-adapters {args.max_adapters} needs --adapter-root DIR: give both"
+            )
+        return
+    for name in _GENERATION_OPTIONS:
+        value = getattr(args, name)
+        if value:
+            option = "chat-template" if name == "template" else name.replace("_", "-")
+            raise UserError(f"--{option} {value} has no effect with --train: leave one out")
+    if args.train.exists() and not args.train.is_dir():
+        raise UserError(f"--train {args.train} is a file: give a folder")
+
+
+def _serve_training(args: argparse.Namespace, config: Any) -> None:
+    from megatron.bridge.training.service.run import count_processes, serve_training
+
+    sizes = {
+        "tensor_model_parallel_size": args.tp,
+        "pipeline_model_parallel_size": args.pp,
+        "context_parallel_size": args.cp or 1,
+        "expert_model_parallel_size": args.ep,
+        "expert_tensor_parallel_size": args.etp,
+    }
+    options = {
+        "sizes": sizes,
+        "dtype": args.dtype,
+        "tokenizer": args.tokenizer,
+        "trust_remote_code": args.trust_remote_code,
+        "max_context": args.max_context,
+        "max_requests": args.max_requests,
+        "kv_memory": args.kv_memory,
+        "prefix_reuse": args.prefix_reuse,
+        "micro_batch_size": args.micro_batch_size or _MICRO_BATCH_SIZE,
+        "max_adapters": args.max_adapters or _MOST_ADAPTERS,
+    }
+    serve_training(args.model, options, count_processes(sizes, args.dp or 1), args.train, config)
 
 
 def read_key(path: Path | None) -> str | None:

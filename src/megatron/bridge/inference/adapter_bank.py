@@ -15,7 +15,7 @@ from megatron.bridge.models.chunk_info import chunk_info
 from megatron.bridge.peft import layers
 from megatron.bridge.peft.base import bare_chunks
 from megatron.bridge.peft.lora import LowRankPEFT
-from megatron.bridge.peft.targets import TOWER, Site
+from megatron.bridge.peft.targets import OUTPUT_LAYER, TOWER, Site
 from megatron.bridge.utils.errors import UserError, did_you_mean
 
 
@@ -26,6 +26,8 @@ class AdapterNames:
         self.names = tuple(names)
         self.parts: list[tuple[str, Tensor | None, int]] = []
         """Name, rows (None for all rows), and the number of rows that are not padding."""
+        self.logit_parts: list[tuple[str, Tensor | None, int]] = []
+        """The same among the rows of the output layer, which computes only some of the rows."""
         self.row_masks: dict[str, Tensor] = {}
         """In replayed steps instead of ``parts``: a boolean [rows, 1, 1] for each adapter."""
         self.changes = 0
@@ -48,23 +50,29 @@ class AdapterNames:
             )
             raise UserError(f"adapter_name={name!r}{did_you_mean(name, self.names)}: give {have}")
 
-    def begin(self, plan: StepPlan, device: torch.device) -> None:
-        """Prepare for a forward pass over ``plan``."""
-        rows: dict[str | None, list[int]] = {}
-        for work in plan.work:
-            rows.setdefault(work.text.adapter, []).extend(range(work.row, work.row + work.count))
-        alone = len(rows) == 1
+    def begin(self, plan: StepPlan, device: torch.device, logit_rows: Sequence[int]) -> None:
+        """Prepare for a forward pass over ``plan``.
+
+        Args:
+            plan: The step.
+            device: Device of the activations.
+            logit_rows: Rows whose logits the output layer computes.
+        """
+        names = {
+            row: work.text.adapter
+            for work in plan.work
+            for row in range(work.row, work.row + work.count)
+        }
         self.row_masks = {}
-        self.parts = [
-            (name, None if alone else _pad_rows(row_indices, device), len(row_indices))
-            for name, row_indices in rows.items()
-            if name is not None
-        ]
+        self.parts = _group_rows(list(names.values()), list(names), device)
+        logit_names = [names[row] for row in logit_rows]
+        self.logit_parts = _group_rows(logit_names, range(len(logit_names)), device)
 
     def begin_for_all_rows(self, name: str | None) -> None:
         """Prepare for a forward pass in which all rows have the adapter ``name``, or none."""
         self.row_masks = {}
         self.parts = [] if name is None else [(name, None, 0)]
+        self.logit_parts = self.parts
 
     def begin_with_masks(self, names: Sequence[str], numbers: Tensor) -> None:
         """Prepare for a forward pass that can be replayed with other adapters for the rows.
@@ -75,9 +83,25 @@ class AdapterNames:
                 in place before a replay.
         """
         self.parts = []
+        self.logit_parts = []
         self.row_masks = {
             name: (numbers == index)[:, None, None] for index, name in enumerate(names)
         }
+
+
+def _group_rows(
+    names: Sequence[str | None], rows: Sequence[int], device: torch.device
+) -> list[tuple[str, Tensor | None, int]]:
+    """Return the rows of each adapter, given the adapter of each row."""
+    rows_of: dict[str | None, list[int]] = {}
+    for name, row in zip(names, rows, strict=True):
+        rows_of.setdefault(name, []).append(row)
+    alone = len(rows_of) == 1
+    return [
+        (name, None if alone else _pad_rows(indices, device), len(indices))
+        for name, indices in rows_of.items()
+        if name is not None
+    ]
 
 
 def _pad_rows(rows: list[int], device: torch.device) -> Tensor:
@@ -86,13 +110,22 @@ def _pad_rows(rows: list[int], device: torch.device) -> Tensor:
 
 
 class AdapterBank(nn.Module):
-    """The adapters of one layer, with the interface of a single adapter; an adapter may not change this layer."""
+    """The adapters of one layer, with the interface of a single adapter; an adapter may not change this layer.
+
+    Args:
+        names: The adapters of the model, and the rows of each.
+        adapters: The adapters of the layer.
+        is_output: Whether it is the output layer.
+    """
 
     scales_outputs = False
 
-    def __init__(self, names: AdapterNames, adapters: Mapping[str, nn.Module]) -> None:
+    def __init__(
+        self, names: AdapterNames, adapters: Mapping[str, nn.Module], is_output: bool
+    ) -> None:
         super().__init__()
         self._names = names
+        self._is_output = is_output
         self.by_name = dict(adapters)
         self._adapters = nn.ModuleList(adapters.values())
 
@@ -106,7 +139,8 @@ class AdapterBank(nn.Module):
             if name in self.by_name:
                 adapted = self.by_name[name](base, x, counts, weights)
                 base = torch.where(mask, adapted, base)
-        for name, rows, count in self._names.parts:
+        parts = self._names.logit_parts if self._is_output else self._names.parts
+        for name, rows, count in parts:
             adapter = self.by_name.get(name)
             if adapter is None:
                 continue
@@ -223,18 +257,14 @@ def _detach_all(chunks: Sequence[Any]) -> None:
 def _attach_banks(adapters_of_layers: AdaptersOfLayers, names: AdapterNames) -> None:
     names.changes += 1
     for site, by_name in adapters_of_layers.values():
-        layers.attach(site, AdapterBank(names, by_name))
+        layers.attach(site, AdapterBank(names, by_name, site.name == OUTPUT_LAYER))
 
 
 def _refuse_alone(name: str, module: Any) -> None:
     site = module.adapted_site
     biased = module.adapter.scales_outputs and getattr(module, "bias", None) is not None
-    if (
-        site.experts is not None
-        or ".layers." not in site.name
-        or site.name.startswith(TOWER)
-        or biased
-    ):
+    has_rows = ".layers." in site.name or site.name == OUTPUT_LAYER
+    if site.experts is not None or not has_rows or site.name.startswith(TOWER) or biased:
         layer_kind = "experts" if site.experts is not None else "this layer"
         raise UserError(
             f"adapter {name} changes {site.name}, and {layer_kind} cannot have a different "

@@ -73,8 +73,9 @@ class Runner:
         ids = torch.tensor(tokens + [0] * (step.rows - len(tokens)), device=self._state.device)[
             None
         ]
-        self._state.begin(step, [output.row for output in outputs], plan.records_experts)
-        self._adapters.begin(plan, self._state.device)
+        logit_rows = [output.row for output in outputs]
+        self._state.begin(step, logit_rows, plan.records_experts)
+        self._adapters.begin(plan, self._state.device, logit_rows)
         logits = self._forward(ids, step, self._inputs(plan, step))
         if step.rows >= _MANY_ROWS and self._state.device.type == "cpu":
             allocator.trim()

@@ -3,17 +3,21 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
+from megatron.core.transformer.moe.router import Router
 from torch import Tensor, nn
 
 from megatron.bridge.models.chunk_info import chunk_info
 from megatron.bridge.models.conversion.adapters.adapted_layers import in_adapter
-from megatron.bridge.peft import layers
+from megatron.bridge.peft import layers, targets
 from megatron.bridge.peft.base import bare_chunks
+from megatron.bridge.peft.hf_names import HFModules
 from megatron.bridge.peft.lora import LoRA
 from megatron.bridge.peft.targets import TOWER, Site
+from megatron.bridge.utils.distributed import all_gather_object
 from megatron.bridge.utils.errors import UserError
 
 AdaptersOfLayers = dict[Any, tuple[Site, dict[str, nn.Module]]]
@@ -226,9 +230,65 @@ def _check_method(name: str, method: LoRA) -> None:
             )
 
 
-def _check_site(name: str, site: Site) -> None:
+@dataclass(frozen=True)
+class AdaptableLayers:
+    """Targets of an adapter, each for that layer in all blocks: ``self_attn.q_proj``.
+
+    Attributes:
+        attention: Linear layers of attention and of other mixers of tokens.
+        mlp: Linear layers of MLPs.
+        output: The output layer, unless its weight is the embedding's.
+    """
+
+    attention: tuple[str, ...]
+    mlp: tuple[str, ...]
+    output: tuple[str, ...]
+
+    @classmethod
+    def of(cls, chunks: Sequence[nn.Module]) -> "AdaptableLayers":
+        """Return the layers that an adapter may change next to others; all ranks call this together.
+
+        Layers have their names in transformers, where parts of fused layers have separate factors.
+        """
+        own_layers = list(_name_layers(chunks))
+        names: dict[str, set[str]] = {"attention": set(), "mlp": set(), "output": set()}
+        for layers_of_rank in all_gather_object(own_layers):
+            for kind, name in layers_of_rank:
+                names[kind].add(name)
+        return cls(**{kind: tuple(sorted(named)) for kind, named in names.items()})
+
+
+def _name_layers(chunks: Sequence[nn.Module]) -> Iterator[tuple[str, str]]:
+    """Yield the kind and the name of each target of this rank."""
+    bare = bare_chunks(chunks)
+    modules = HFModules(bare[0].config)
+    for chunk in bare:
+        for site in targets.sites(chunk):
+            if not _has_rows(site) or isinstance(site.module, Router):
+                continue
+            if site.name == targets.OUTPUT_LAYER:
+                if not chunk.share_embeddings_and_output_weights:
+                    yield "output", site.name
+                continue
+            candidates = LoRA().candidates(site, modules)
+            parts = [candidate for candidate in candidates if candidate.is_part]
+            if not all(part.can_be_apart for part in parts):
+                parts = []
+            names = [name for part in parts or candidates[:1] for name in part.hf_names]
+            for name in names or [site.name]:
+                kind = "mlp" if ".mlp." in site.name else "attention"
+                yield kind, name.split(".layers.")[-1].partition(".")[2]
+
+
+def _has_rows(site: Site) -> bool:
+    """Return whether the inputs of a layer are rows of the batch."""
     is_in_decoder = ".layers." in site.name and not site.name.startswith(TOWER)
-    if site.experts is not None or not is_in_decoder:
+    is_expert = site.experts is not None or ".local_experts." in site.name
+    return site.name == targets.OUTPUT_LAYER or (is_in_decoder and not is_expert)
+
+
+def _check_site(name: str, site: Site) -> None:
+    if not _has_rows(site):
         raise UserError(
             f"adapter {name!r} changes {site.name}, whose inputs are not rows of the batch: leave it out of "
             "target_modules, or train this adapter alone"

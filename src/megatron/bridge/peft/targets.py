@@ -27,7 +27,7 @@ _TE_LINEAR = frozenset(
 )
 _TE_GROUPED = "TEGroupedLinear"
 TOWER = "vision."  # how names of a vision tower's layers begin: they are transformers', whole on every rank
-_TIED_OUTPUT = "output_layer"
+OUTPUT_LAYER = "output_layer"
 ALL_LINEAR = (
     "all-linear"  # as in the peft library: all linear layers of the decoder but the output layer
 )
@@ -98,7 +98,7 @@ def _make_site(name: str, module: nn.Module) -> Site | None:
 def check(site: Site) -> None:
     """Refuse layers whose adapter would silently change something else."""
     config = site.config
-    if site.name == _TIED_OUTPUT and getattr(config, "share_embeddings_and_output_weights", False):
+    if site.name == OUTPUT_LAYER and getattr(config, "share_embeddings_and_output_weights", False):
         raise UserError(
             f"peft.target_modules: {site.name} shares its weight with the embedding, which has no adapter: leave "
             "it out, or train the weight with peft.modules_to_save=[word_embeddings]"
@@ -152,7 +152,7 @@ class TargetCandidate:
 
 def is_hidden(name: str) -> bool:
     """Return whether a layer is between the embedding and the output layer of the language model."""
-    return name != _TIED_OUTPUT and not name.startswith(TOWER)
+    return name != OUTPUT_LAYER and not name.startswith(TOWER)
 
 
 def gather(candidates: Sequence[TargetCandidate]) -> list[TargetCandidate]:

@@ -20,7 +20,7 @@ from megatron.bridge.checkpoint import loading, model_io, saving, verification
 from megatron.bridge.models.conversion.auto_bridge import AutoBridge
 from megatron.bridge.peft.checkpoint import fingerprint, trained_state
 from megatron.bridge.peft.lora import LoRA
-from megatron.bridge.peft.row_adapters import AdapterSet
+from megatron.bridge.peft.row_adapters import AdaptableLayers, AdapterSet
 from megatron.bridge.training.gpt_step import cut_sequences
 from megatron.bridge.training.step.losses import has_router_losses
 from megatron.bridge.training.step.row_losses import TrainingRow, compute_loss
@@ -95,8 +95,23 @@ class AdapterTrainer:
             chunk.train()
 
     @property
+    def config(self) -> Any:
+        """Return the configuration of the base."""
+        return self._config
+
+    @property
     def names(self) -> tuple[str, ...]:
         return tuple(self._adapters.methods)
+
+    def method(self, name: str) -> LoRA:
+        """Return what an adapter was added or saved with."""
+        self._adapters.check(name)
+        return self._adapters.methods[name]
+
+    def adaptable_layers(self) -> AdaptableLayers:
+        """Return the layers that an adapter may change."""
+        with self._adapters.set_aside():
+            return AdaptableLayers.of(self._chunks)
 
     def steps(self, name: str) -> int:
         """Return the number of optimizer steps of an adapter."""
@@ -201,8 +216,13 @@ class AdapterTrainer:
         with self._adapters.alone(name):
             saving.save({**self._state(name), _RECORD: record}, Path(directory))
 
-    def load(self, name: str, directory: str | Path) -> None:
+    def load(self, name: str, directory: str | Path, with_optimizer: bool = True) -> None:
         """Load what ``save`` wrote, as an adapter of a new name or in place of the one that has the name.
+
+        Args:
+            name: Name of the adapter.
+            directory: Directory of ``save``.
+            with_optimizer: Also load the optimizer and the number of steps; False starts both anew.
 
         Raises:
             UserError: The directory is damaged, or the adapter belongs to another base; nothing changes.
@@ -227,9 +247,12 @@ class AdapterTrainer:
         self._adapters.rename(arriving, name)
         del self._steps[arriving]
         self._optimizers[name] = self._optimizers.pop(arriving)
-        self._steps[name] = record["steps"]
+        self._steps[name] = record["steps"] if with_optimizer else 0
         for state in self._optimizers[name].state.values():
-            state["step"].fill_(float(record["steps"]))
+            state["step"].fill_(float(self._steps[name]))
+            if not with_optimizer:
+                for moment in _MOMENTS:
+                    state[moment].zero_()
 
     def export(self, name: str, directory: str | Path) -> None:
         """Write an adapter in the format of the ``peft`` library."""
@@ -375,8 +398,9 @@ def _sum_losses(
         row_logprobs = token_logprobs[position]
         factors = batch["factors"][position]
         sampled = batch["sampled"][position]
-        total = total + compute_loss(rows[position], row_logprobs, factors, sampled)
-        logprobs[index, batch["position_ids"][position]] = row_logprobs.detach()
+        positions = batch["position_ids"][position]
+        total = total + compute_loss(rows[position], row_logprobs, factors, sampled, positions)
+        logprobs[index, positions] = row_logprobs.detach()
     return total, torch.ones((), dtype=torch.int), {}
 
 
@@ -398,7 +422,8 @@ def _make_results(rows: Sequence[TrainingRow], logprobs: Tensor) -> list[RowResu
         row_logprobs = padded[: len(row.tokens)]
         factors = torch.tensor(row.factors(), dtype=torch.float32)
         sampled = torch.tensor(row.sampled_logprobs or [0.0], dtype=torch.float32)
-        loss = compute_loss(row, row_logprobs, factors, sampled)
+        positions = torch.arange(len(row.tokens))
+        loss = compute_loss(row, row_logprobs, factors, sampled, positions)
         results.append(RowResult(float(loss), row_logprobs.tolist()))
     return results
 

@@ -71,6 +71,10 @@ class GuardConfig:
     seconds: float = (
         30.0  # maximum time for a client to send its body, or to read a part of the response
     )
+    large_paths: frozenset[str] = LARGE_PATHS  # endpoints whose bodies may exceed ``TEXT_BYTES``
+    open_paths: tuple[str, ...] = OPEN_PATHS  # endpoints that need no key
+    media_types: tuple[str, ...] = ("application/json",)  # of bodies; JSON includes ``+json``
+    key_header: bytes | None = None  # another header that may hold the key, in lower case
 
 
 class Guard:
@@ -88,7 +92,7 @@ class Guard:
             refused = self._refusal(scope)
             byte_limit = (
                 self._config.body_bytes
-                if scope["path"] in LARGE_PATHS
+                if scope["path"] in self._config.large_paths
                 else min(self._config.body_bytes, TEXT_BYTES)
             )
             # a client that is still sending when the connection closes would not read the response
@@ -129,24 +133,31 @@ class Guard:
             # a page of another origin may send such a body without asking first
             return ApiError(415, "the content type is missing: send application/json")
         content_type = headers.get(b"content-type", b"application/json").decode("latin-1")
-        if scope["method"] == "POST" and not _is_json(content_type):
+        is_known_type = _is_json(content_type) or content_type in self._config.media_types
+        if scope["method"] == "POST" and not is_known_type:
             return ApiError(
                 415,
                 f"the content type {content_type!r} is not JSON: send the header "
                 "Content-Type: application/json",
             )
-        if self._config.key is None or scope["path"] in OPEN_PATHS or scope["method"] == "OPTIONS":
+        is_open = scope["path"] in self._config.open_paths or scope["method"] == "OPTIONS"
+        if self._config.key is None or is_open or self._has_key(headers, self._config.key):
             return None
+        return ApiError(
+            401,
+            "the API key is missing or wrong: send Authorization: Bearer KEY",
+            code="invalid_api_key",
+        )
+
+    def _has_key(self, headers: dict[bytes, bytes], key: str) -> bool:
+        """Return whether the headers of a request have the key."""
         scheme, _, given = headers.get(b"authorization", b"").partition(b" ")
-        if scheme.lower() != b"bearer" or not hmac.compare_digest(
-            given.strip(), self._config.key.encode()
-        ):
-            return ApiError(
-                401,
-                "the API key is missing or wrong: send Authorization: Bearer KEY",
-                code="invalid_api_key",
-            )
-        return None
+        if scheme.lower() == b"bearer" and hmac.compare_digest(given.strip(), key.encode()):
+            return True
+        if self._config.key_header is None:
+            return False
+        given = headers.get(self._config.key_header, b"")
+        return hmac.compare_digest(given.strip(), key.encode())
 
     def _in_time(self, send: Send) -> Send:
         """Wrap ``send`` with a timeout for clients that do not read; the server then closes the connection."""
@@ -264,7 +275,7 @@ def serve(path: str, options: dict[str, Any], config: ServeConfig) -> None:
         )
     find_tool_format("", config.tool_parser)  # refuses unknown names
     size = llm_module.ranks_of(options)
-    with _bound_socket(config) as sock, Workers(size, open_model, path, options) as workers:
+    with bound_socket(config) as sock, Workers(size, open_model, path, options) as workers:
         (facts,) = workers.iterate("yield_facts", ())
         if isinstance(facts, PoolingFacts):
             _refuse_idle_options(path, facts, options, config)
@@ -287,7 +298,7 @@ def serve(path: str, options: dict[str, Any], config: ServeConfig) -> None:
 
 
 @contextmanager
-def _bound_socket(config: ServeConfig) -> Iterator[socket.socket]:
+def bound_socket(config: ServeConfig) -> Iterator[socket.socket]:
     """Bind a socket to the port before the model is loaded."""
     family = socket.AF_INET6 if ":" in config.host else socket.AF_INET
     with socket.socket(family, socket.SOCK_STREAM) as sock:
@@ -327,7 +338,7 @@ def _refuse_idle_options(
             )
 
 
-class _Run(ABC):
+class ServerRun(ABC):
     """A server from its start to its end.
 
     Args:
@@ -351,11 +362,10 @@ class _Run(ABC):
 
     def run(self, sock: socket.socket) -> None:
         """Serve until a signal."""
-        hosts = LOOPBACK | {self._config.host} if self._config.api_key is None else None
         app, body_bytes = self._make_app()
         app.router.lifespan_context = self._lifespan
         drop_note_of_uvicorn()
-        guarded: Any = Guard(app, GuardConfig(self._config.api_key, hosts, body_bytes))
+        guarded: Any = Guard(app, self._make_guard_config(body_bytes))
         telemetry = self._make_telemetry()
         if telemetry is not None:
             guarded = RequestSpans(guarded, telemetry)
@@ -377,6 +387,10 @@ class _Run(ABC):
         if self._reason is not None:
             raise UserError(f"the server has ended: {self._reason}")
 
+    def _make_guard_config(self, body_bytes: int) -> GuardConfig:
+        hosts = LOOPBACK | {self._config.host} if self._config.api_key is None else None
+        return GuardConfig(self._config.api_key, hosts, body_bytes)
+
     def _make_telemetry(self) -> Telemetry | None:
         service = self._config.otel_service_name
         if service is None:
@@ -394,9 +408,13 @@ class _Run(ABC):
         warming = asyncio.create_task(self._become_ready())
         yield
         warming.cancel()
+        await self._end()
 
     def _begin(self) -> None:  # noqa: B027 - not every server has something to do
         """Connect the application with the model, in the event loop."""
+
+    async def _end(self) -> None:  # noqa: B027
+        """Clean up when the server has answered its last request."""
 
     async def _become_ready(self) -> None:
         try:
@@ -425,7 +443,7 @@ class _Run(ABC):
         self._uvicorn.should_exit = True
 
 
-class _GenerationRun(_Run):
+class _GenerationRun(ServerRun):
     """A server that generates."""
 
     def __init__(
@@ -454,7 +472,7 @@ class _GenerationRun(_Run):
                 raise UserError(NOT_FINITE)
 
 
-class _PoolingRun(_Run):
+class _PoolingRun(ServerRun):
     """A server that scores or embeds."""
 
     def _make_app(self) -> tuple[Any, int]:

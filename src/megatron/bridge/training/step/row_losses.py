@@ -11,7 +11,7 @@ from torch import Tensor
 
 from megatron.bridge.utils.errors import UserError
 
-LOSSES = ("cross_entropy", "importance_sampling", "ppo")
+LOSSES = ("cross_entropy", "importance_sampling", "ppo", "cispo", "dro")
 
 
 @dataclass(frozen=True)
@@ -19,8 +19,10 @@ class TrainingRow:
     """One sequence, the adapter that learns from it, and the loss.
 
     With log-probabilities ``p`` of the targets and the ratio ``r = exp(p - sampled_logprobs)``, losses are sums over
-    tokens: ``-weights * p`` (``cross_entropy``), ``-advantages * r`` (``importance_sampling``), and
-    ``-min(advantages * r, advantages * clip(r, clip_low, clip_high))`` (``ppo``).
+    tokens: ``-weights * p`` (``cross_entropy``), ``-advantages * r`` (``importance_sampling``),
+    ``-min(advantages * r, advantages * clip(r, clip_low, clip_high))`` (``ppo``), ``-advantages * p * c`` with
+    ``c = clip(r, clip_low, clip_high)`` as a constant (``cispo``, https://arxiv.org/abs/2506.13585), and
+    ``-(advantages * p - beta / 2 * (p - sampled_logprobs)^2)`` (``dro``, https://arxiv.org/abs/2405.19107).
     """
 
     adapter: str
@@ -32,6 +34,7 @@ class TrainingRow:
     advantages: Sequence[float] | None = None
     clip_low: float = 0.8
     clip_high: float = 1.2
+    beta: float = 0.05  # of dro
 
     def factors(self) -> Sequence[float]:
         """Return what each token's loss is multiplied with."""
@@ -68,13 +71,20 @@ class TrainingRow:
                 raise UserError(f"{key} has {count} entries: give one for each of {length} tokens")
             if not all(math.isfinite(entry) for entry in entries):
                 raise UserError(f"{key} has a number that is not finite: leave the row out")
+        self._check_settings()
+
+    def _check_settings(self) -> None:
         if not 0 <= self.clip_low <= self.clip_high < math.inf:
             raise UserError(
                 f"clip_low={self.clip_low}, clip_high={self.clip_high}: both are ratios, the lower one first"
             )
+        if not 0 <= self.beta < math.inf:
+            raise UserError(f"beta={self.beta}: must be a finite number of at least 0")
 
 
-def compute_loss(row: TrainingRow, logprobs: Tensor, factors: Tensor, sampled: Tensor) -> Tensor:
+def compute_loss(
+    row: TrainingRow, logprobs: Tensor, factors: Tensor, sampled: Tensor, positions: Tensor
+) -> Tensor:
     """Return the sum of the losses of a row's tokens.
 
     Args:
@@ -82,11 +92,18 @@ def compute_loss(row: TrainingRow, logprobs: Tensor, factors: Tensor, sampled: T
         logprobs: Log-probabilities of the targets, [tokens].
         factors: Weights or advantages, [tokens]; 0 for padding.
         sampled: Log-probabilities of the targets when they were sampled, [tokens].
+        positions: Positions of the tokens in the row, [tokens]; those of padding are after its end.
     """
     if row.loss == "cross_entropy":
         return -(logprobs * factors).sum()
     ratios = torch.exp(logprobs - sampled)
     if row.loss == "importance_sampling":
         return -(ratios * factors).sum()
+    if row.loss == "dro":
+        penalties = 0.5 * row.beta * (logprobs - sampled).square()
+        penalties = torch.where(positions < len(row.tokens), penalties, 0.0)
+        return -(logprobs * factors - penalties).sum()
     clipped = ratios.clamp(row.clip_low, row.clip_high)
+    if row.loss == "cispo":
+        return -(clipped.detach() * logprobs * factors).sum()
     return -torch.minimum(ratios * factors, clipped * factors).sum()
