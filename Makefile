@@ -38,11 +38,7 @@ unit: setup
 	$(PYTEST) -n 2 -m "not (slow or gpu or network)" tests/unit_tests
 
 functional: setup
-<<<<<<< HEAD
-	@for name in resiliency energon trackers eval serve storage te audio vlm otel verl calibrate; do \
-=======
-	@for name in resiliency energon trackers eval serve storage te tinker vlm otel verl; do \
->>>>>>> wA
+	@for name in resiliency energon trackers eval serve storage te audio tinker vlm otel verl calibrate; do \
 	    scripts/extra.sh $$name || echo "tests of $$name will be skipped: scripts/extra.sh $$name failed"; \
 	done
 	$(PYTEST) -n 2 --dist loadfile --no-loadscope-reorder -m "not (slow or gpu or network)" tests/functional_tests

@@ -3,14 +3,9 @@
 # Install optional packages into .cache/NAME for the tests that need them: nvidia-resiliency-ext (resiliency, 15 MB),
 # Megatron Energon (energon, 30 MB), W&B, MLflow, Comet and SwanLab (trackers, 195 MB), lm-evaluation-harness (eval),
 # FastAPI (serve), OpenTelemetry (otel), datatrove, Ray and s3fs (shards, 290 MB), s3fs and moto's server (storage),
-<<<<<<< HEAD
-# soundfile and soxr (audio), torchvision (vlm), verl (verl, 215 MB), llm-compressor (calibrate, 14 MB), Kubeflow's models
-# of manifests (kubernetes) and the Python part of Transformer Engine (te). They are not in requirements.lock for the
-# reasons in their lock files, and not in .venv because setup.sh
-=======
-# torchvision (vlm), verl (verl, 215 MB), Tinker's client (tinker, 43 MB), Kubeflow's models of manifests (kubernetes) and
-# the Python part of Transformer Engine (te). They are not in requirements.lock for the reasons in their lock files, and not in .venv because setup.sh
->>>>>>> wA
+# soundfile and soxr (audio), torchvision (vlm), verl (verl, 215 MB), Tinker's client (tinker, 43 MB), llm-compressor
+# (calibrate, 14 MB), Kubeflow's models of manifests (kubernetes) and the Python part of Transformer Engine (te). They are
+# not in requirements.lock for the reasons in their lock files, and not in .venv because setup.sh
 # would remove them there.
 # usage: scripts/extra.sh NAME   (idempotent)
 set -euo pipefail
@@ -19,11 +14,8 @@ name=${1:-}
 lock=scripts/$name.lock
 target=.cache/$name
 if [ ! -f "$lock" ]; then
-<<<<<<< HEAD
-    echo "usage: scripts/extra.sh audio|calibrate|energon|eval|kubernetes|otel|resiliency|serve|shards|storage|te|trackers|verl|vlm" >&2
-=======
-    echo "usage: scripts/extra.sh energon|eval|kubernetes|otel|resiliency|serve|shards|storage|te|tinker|trackers|verl|vlm" >&2
->>>>>>> wA
+    names="audio|calibrate|energon|eval|kubernetes|otel|resiliency|serve|shards|storage|te|tinker|trackers|verl|vlm"
+    echo "usage: scripts/extra.sh $names" >&2
     exit 2
 fi
 wanted=$(sha256sum < "$lock")
