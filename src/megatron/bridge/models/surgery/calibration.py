@@ -167,16 +167,16 @@ def _run_library(
         # -P: the folder of the script is not where it looks for modules
         command = [plan.python, "-P", llm_compressor_script.__file__, str(job_file)]
         try:
-            code, output = _run_and_show(command, Path(scratch))
+            code, printed = _run_and_show(command, Path(scratch))
         except OSError as error:
             raise UserError(
                 f"--python {plan.python} cannot be started ({error.strerror}): run `{_INSTALL}"
             ) from None
     if code == 0:
         return
-    if "No module named 'llmcompressor'" in output:
+    if "No module named 'llmcompressor'" in printed:
         raise UserError(f"llm-compressor is not installed for {plan.python}: run `{_INSTALL}")
-    lines = [line for line in output.splitlines() if line.strip()]
+    lines = [line for line in printed.splitlines() if line.strip()]
     raise UserError(
         f"llm-compressor failed with --method {plan.method} --scheme {plan.scheme}: "
         + " | ".join(lines[-_LAST_LINES:])
