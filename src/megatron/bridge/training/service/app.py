@@ -151,7 +151,7 @@ def _add_models(app: FastAPI, service: Service) -> None:
 def _add_training(app: FastAPI, service: Service) -> None:
     @app.post(f"{PREFIX}/forward_backward")
     async def forward_backward(request: Request) -> Values:
-        if request.headers["content-type"].startswith(protobuf.MEDIA_TYPE):
+        if request.headers.get("content-type", "").startswith(protobuf.MEDIA_TYPE):
             values = protobuf.read_forward_backward(await request.body())
         else:
             values = await _read_json(request)
