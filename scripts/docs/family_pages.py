@@ -25,7 +25,11 @@ START, END = (
 # owner on the hub -> family, where a family uses the architecture of another one
 OWNERS = {"HuggingFaceTB": "smollm", "nvidia": "nemotron"}
 # how names of a family's recipes in other packages start, where it is not the name of the family
-RECIPES_OF = {"deepseek": ("kimi_k2", "moonlight"), "kimi": ("kimi_linear",)}
+RECIPES_OF = {
+    "deepseek": ("kimi_k2", "moonlight"),
+    "kimi": ("kimi_linear",),
+    "mistral": ("mistral", "voxtral"),
+}
 
 
 def pages() -> list[Path]:

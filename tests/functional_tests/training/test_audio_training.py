@@ -165,6 +165,72 @@ def test_steps_equal_those_of_a_loop_with_transformers(folders, name, kind):
 
 
 @pytest.mark.parametrize("name", NAMES)
+def test_a_recomputed_tower_learns_the_same(folders, singles, name):
+    recomputed = vision_run.run(folders[name], model={"recompute_vision_model": True})
+    assert recomputed.losses == singles(name, "padded").losses
+    assert recomputed.grad_norms == singles(name, "padded").grad_norms
+
+
+@pytest.mark.parametrize(
+    ("model", "frozen"),
+    [
+        ({"freeze_vision_model": True}, "tower"),
+        ({"freeze_vision_projection": True}, "projector"),
+        ({"freeze_language_model": True}, "decoder"),
+    ],
+)
+def test_frozen_parts_stay_bitwise(folders, model, frozen):
+    record = vision_run.run(folders["voxtral"], model=model)
+    start = vision_run.first_weights(folders["voxtral"], model)
+    final = whole_weights([record])
+    changed = {part_of(name) for name, weight in final.items() if not weight.equal(start[name])}
+    assert changed == {"tower", "projector", "decoder"} - {frozen}
+
+
+def part_of(name):
+    if not name.startswith("vision."):
+        return "decoder"
+    return "projector" if "multi_modal_projector" in name else "tower"
+
+
+def test_a_resumed_run_goes_on_bitwise(folders, tmp_path):
+    folder = folders["qwen2_audio"]
+
+    def run(name, load=None, **train):
+        saved = {"save": str(tmp_path / name), "save_interval": 2, "load": load}
+        checkpoint = CheckpointConfig(pretrained_checkpoint=str(folder), **saved)
+        return vision_run.run(folder, checkpoint=checkpoint, train={"train_iters": 4, **train})
+
+    whole, half = run("whole"), run("half", exit_interval=2)
+    rest = run("rest", load=str(tmp_path / "half"))
+    assert half.losses + rest.losses == whole.losses
+    found, expected = whole_weights([rest]), whole_weights([whole])
+    assert all(found[name].equal(expected[name]) for name in expected)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_recipes_train_from_the_command_line(folders, name, tmp_path, capfd):
+    recipe = {
+        "qwen2_audio": "qwen2_audio_7b_finetune_config",
+        "voxtral": "voxtral_mini_3b_finetune_config",
+    }[name]
+    folder = str(folders[name])
+    command = ["train", "--recipe", recipe, "--hf-model", folder, "--data", f"{folder}/data"]
+    sizes = ["model.seq_length=256", "dataset.seq_length=256", "train.global_batch_size=8"]
+    steps = ["train.train_iters=1", "validation.eval_iters=0", "mixed_precision=fp32"]
+    saved = [f"checkpoint.save={tmp_path / 'run'}"]
+    try:
+        assert main([*command, *sizes, *steps, *saved]) == 0
+    finally:
+        leave()
+    shown = capfd.readouterr()
+    config = vision_run.config(folders[name]).optimizer
+    (expected,) = their_losses(name, folders[name], config, 1)
+    assert f"lm loss {expected:.4f}" in shown.out + shown.err
+    assert "8 recordings" in shown.out + shown.err
+
+
+@pytest.mark.parametrize("name", NAMES)
 def test_an_export_loads_in_transformers_and_goes_on(folders, name, tmp_path):
     folder = folders[name]
     checkpoint = CheckpointConfig(pretrained_checkpoint=str(folder), save=str(tmp_path / "run"))

@@ -778,6 +778,22 @@ def test_a_vision_model_is_trained_by_its_own_step(capsys):
     assert "--step-func vlm_step" in errors
 
 
+def test_the_tower_of_a_model_that_hears_is_priced_in_seconds(capsys):
+    shown = [
+        run(capsys, "train", "--recipe", "qwen2_audio_7b_finetune_config", "--dry-run", *more)[1]
+        for more in (
+            (),
+            ("dataset.max_image_tokens=1500",),
+            ("model.tensor_model_parallel_size=8",),
+        )
+    ]
+    assert "2,048 tokens of audio (82 seconds, 25 tokens per second)" in shown[0]
+    assert "4,096 tokens of audio in each row" in shown[0]
+    assert "stretches of 30 seconds" in shown[0]
+    assert "750 tokens of audio (30 seconds" in shown[1]
+    assert "750 tokens of audio (30 seconds" in shown[2]  # a rank encodes whole stretches
+
+
 SIZES = {
     "follows": (
         ["model.hidden_size=256", "model.num_attention_heads=8"],

@@ -24,7 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron.bridge import recipes
 from megatron.bridge.autotune.gpus import gpu
-from megatron.bridge.data.config import MockVLMConversationProvider
+from megatron.bridge.data.config import MockAudioConversationProvider, MockVLMConversationProvider
 from megatron.bridge.peft.lora import LoRA
 from megatron.bridge.recipes import builders
 from megatron.bridge.recipes.catalog import catalog, find, search
@@ -148,9 +148,10 @@ class TestEveryRecipe:
         expected += [f"mixed_precision={config.mixed_precision} needs"] * bool(
             config.model.fp8 or config.model.fp4
         )
+        # these have loss masks, made-up text has none
         made_up = isinstance(
-            config.dataset, MockVLMConversationProvider
-        )  # it has loss masks, made-up text has none
+            config.dataset, MockVLMConversationProvider | MockAudioConversationProvider
+        )
         expected += ["model.calculate_per_token_loss=True is used"] * made_up
         pairs = zip(sorted(notes), sorted(expected), strict=True)
         assert all(note.startswith(text) for note, text in pairs), notes

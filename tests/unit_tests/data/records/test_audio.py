@@ -12,7 +12,7 @@ import pytest
 import torch
 import transformers
 
-from megatron.bridge.data.config import FinetuningDatasetConfig
+from megatron.bridge.data.config import FinetuningDatasetConfig, MockAudioConversationProvider
 from megatron.bridge.data.finetuning.rows import PackedRows, SampleRows
 from megatron.bridge.data.loaders import build_iterators, collate
 from megatron.bridge.data.media.audio_files import decode_audio
@@ -26,6 +26,7 @@ from megatron.bridge.data.records.record_config import EncodingRules
 from megatron.bridge.data.records.samples import Samples
 from megatron.bridge.data.records.sources import FileSource
 from megatron.bridge.data.tokenizer import HuggingFaceTokenizer
+from megatron.bridge.data.vlm_datasets.audio import PITCHES
 from megatron.bridge.models.vision.media import costs, share_out
 from tests import toy_audio, toy_vision
 from tests.refusals import refused
@@ -474,3 +475,65 @@ def test_a_model_without_a_placeholder_is_named(tmp_path):
 def test_limits_of_images_are_refused(folders, name):
     with refused(f"dataset.{name}=7", "audio", "unset"):
         encoder_of(folders["voxtral"], **{name: 7})
+
+
+def test_generated_tones_are_named(folders):
+    folder = str(folders["voxtral"])
+    config = MockAudioConversationProvider(
+        seq_length=128, hf_processor_path=folder, num_recordings=2, seconds=0.5, num_samples=8
+    )
+    tokenizer = HuggingFaceTokenizer(folder)
+    data = build_iterators(config, tokenizer, (8, 0, 0), 1, 8)
+    batch = next(data.train)
+    assert batch["media"]["input_features"].shape == (2, 8, 100)
+    answers = [record["messages"][1]["content"] for _, record in config.source("train").records()]
+    assert {word for answer in answers for word in answer.split(", ")} == {"low", "middle", "high"}
+    tones = [record for _, record in config.source("train").records()]
+    for record in tones:
+        *recordings, _ = record["messages"][0]["content"]
+        names = record["messages"][1]["content"].split(", ")
+        for part, name in zip(recordings, names, strict=True):
+            spectrum = np.abs(np.fft.rfft(part["array"]))
+            hertz = spectrum.argmax() * part["sampling_rate"] / len(part["array"])
+            assert hertz == pytest.approx(PITCHES[name], abs=2)
+
+
+@pytest.mark.parametrize(
+    ("values", "words"),
+    [
+        ({"seconds": 0.01}, ("dataset.seconds=0.01", "30 seconds")),
+        ({"num_recordings": -1}, ("dataset.num_recordings=-1",)),
+        ({"num_samples": 0}, ("dataset.num_samples=0",)),
+    ],
+)
+def test_mistakes_of_generated_tones_are_named(values, words):
+    (problem,) = MockAudioConversationProvider(seq_length=128, **values).problems()
+    assert all(word in problem for word in words)
+
+
+def test_the_ends_of_a_text_are_known_where_the_tokenizer_is_mistrals(tmp_path):
+    """transformers converts ``tekken.json``, which does not say which tokens these are."""
+    letters = [bytes([value]) for value in range(256)]
+    special = [*(f"<SPECIAL_{rank}>" for rank in range(24)), "[AUDIO]", "[BEGIN_AUDIO]"]
+    special[1:5] = ["<s>", "</s>", "[INST]", "[/INST]"]
+    content = {
+        "config": {
+            "pattern": "[^ ]+| +",
+            "num_vocab_tokens": 256,
+            "default_vocab_size": 256 + len(special),
+            "default_num_special_tokens": len(special),
+            "version": "v7",
+        },
+        "vocab": [
+            {"rank": rank, "token_bytes": base64.b64encode(letter).decode(), "token_str": None}
+            for rank, letter in enumerate(letters)
+        ],
+        "special_tokens": [
+            {"rank": rank, "token_str": token, "is_control": True}
+            for rank, token in enumerate(special)
+        ],
+    }
+    (tmp_path / "tekken.json").write_text(json.dumps(content))
+    tokenizer = HuggingFaceTokenizer(str(tmp_path))
+    assert (tokenizer.hf.bos_token, tokenizer.eod) == ("<s>", 2)
+    assert tokenizer.hf.convert_tokens_to_ids("[AUDIO]") == 24
