@@ -326,7 +326,7 @@ def test_images_for_a_model_without_a_tower_are_refused(llm):
     with pytest.raises(UserError, match=r"prompt 0.*images.*preprocessor_config\.json"):
         llm.chat(image)
     tokens = TokensWithImages([1, 2], PromptImages((), np.array([-1, 0])))
-    with pytest.raises(UserError, match="vision tower"):
+    with pytest.raises(UserError, match=r"images or audio.*no tower"):
         llm.engine.submit(tokens, Sampling())
 
 

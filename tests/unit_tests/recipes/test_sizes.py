@@ -23,7 +23,7 @@ from megatron.bridge.utils.errors import UserError
 from scripts.docs import recipe_configs
 from tests.families import configs
 
-PARTS = ("text_config", "vision_config")
+PARTS = ("text_config", "vision_config", "audio_config")
 # said twice, or of the language model alone, or not read by transformers
 IGNORED = {
     **IRRELEVANT,
@@ -58,7 +58,7 @@ def test_configs_are_the_published_ones(source):
         setattr(own, name, getattr(reference, name))
     if isinstance(size, VisionSize):
         said, known = bridge.hf_config.to_dict(), hf_config(size.numbers).to_dict()
-        for part in PARTS:
+        for part in [part for part in PARTS if said.get(part)]:
             assert configs.different_keys(said.pop(part), known.pop(part), IGNORED) == []
         assert configs.different_keys(said, known, IGNORED) == []
         reference.vision = own.vision = None  # compared above
@@ -126,6 +126,10 @@ def test_name_description_and_tokenizer_agree(recipe):
     assert recipe(**data).tokenizer.tokenizer_model == size.hub_id
 
 
+# Voxtral Mini is named after the layers of its decoder, without the embedding and the audio tower
+MOST = {"VOXTRAL_MINI_3B with images": 1.6}
+
+
 @pytest.mark.sampled
 @pytest.mark.parametrize("name", SIZES)
 def test_parameters_are_as_many_as_the_name_says(name):
@@ -135,7 +139,7 @@ def test_parameters_are_as_many_as_the_name_says(name):
         return
     times, number, unit = said.groups()
     expected = int(times or 1) * float(number.replace("P", ".")) * {"B": 1e9, "M": 1e6}[unit]
-    assert 0.75 < parameter_count(SIZES[name].provider()) / expected < 1.4
+    assert 0.75 < parameter_count(SIZES[name].provider()) / expected < MOST.get(name, 1.4)
 
 
 def test_what_no_bridge_reads_is_a_provider():

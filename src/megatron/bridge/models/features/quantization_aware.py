@@ -48,7 +48,12 @@ class QuantizationAwareFields:
 class QuantizationAwareFeature(LayerFeature):
     switches = {"qat": None}
     needs = {"qat_group_size": "qat", "qat_keep_high": "qat", "qat_inputs": "qat"}
-    pricing = {"qat": "unpriced", "qat_*": "numbers"}
+    pricing = {
+        "qat": "unpriced",
+        "qat_group_size": "numbers",
+        "qat_keep_high": "numbers",
+        "qat_inputs": "numbers",
+    }
 
     def check(self, config: Any) -> Iterator[str]:
         if config.qat is None:
