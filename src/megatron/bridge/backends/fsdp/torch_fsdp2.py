@@ -6,6 +6,7 @@ of a layer are gathered before it computes and freed after. Megatron-Core's own 
 not scale gradients for a per-token loss, and can only save even shards.
 """
 
+from itertools import count
 from typing import cast
 
 import torch
@@ -25,6 +26,8 @@ from torch.distributed.tensor import DTensor
 from megatron.bridge.backends.cpu.device import has_cuda
 from megatron.bridge.backends.fsdp import sharded_rows
 from megatron.bridge.backends.fsdp.sharded_rows import ParameterAttributes, RowRanges
+
+_mesh_numbers = count()  # the prefix keeps names apart from those of Megatron-FSDP
 
 
 class TorchFSDP2Wrapper(_BaseDataParallel):
@@ -99,14 +102,17 @@ def _mesh_of_replicas(group: ProcessGroup, shards: ProcessGroup, device: str) ->
     if size == group.size():
         return _mesh_of_group(group, device)
     copies = sharded_rows.copies()
-    names = (f"copies_{copies.group_name}", f"replicas_{shards.group_name}")
+    number = next(_mesh_numbers)
+    names = (f"fsdp2_copies_{number}", f"fsdp2_replicas_{number}")
     rows = sharded_rows.ranks_by_copy(group, shards)
     return DeviceMesh.from_group([copies, shards], device, mesh=rows, mesh_dim_names=names)
 
 
 def _mesh_of_group(group: ProcessGroup, device: str) -> DeviceMesh:
-    # torch reuses a mesh with the same ranks and names, even after its groups are destroyed
-    return DeviceMesh.from_group(group, device, mesh_dim_names=(f"replicas_{group.group_name}",))
+    # torch reuses a mesh with the same ranks and names, even after its groups are destroyed, and then gives new groups
+    # the names of old ones
+    names = (f"fsdp2_replicas_{next(_mesh_numbers)}",)
+    return DeviceMesh.from_group(group, device, mesh_dim_names=names)
 
 
 def _expert_modules(module: nn.Module) -> list[nn.Module]:
