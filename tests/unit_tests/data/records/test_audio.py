@@ -7,6 +7,7 @@ import re
 import sys
 from dataclasses import replace
 
+import datasets
 import numpy as np
 import pytest
 import torch
@@ -24,7 +25,7 @@ from megatron.bridge.data.records.encoding import RecordEncoder
 from megatron.bridge.data.records.preparation import prepare
 from megatron.bridge.data.records.record_config import EncodingRules
 from megatron.bridge.data.records.samples import Samples
-from megatron.bridge.data.records.sources import FileSource
+from megatron.bridge.data.records.sources import FileSource, HubSource
 from megatron.bridge.data.tokenizer import HuggingFaceTokenizer
 from megatron.bridge.data.vlm_datasets.audio import PITCHES
 from megatron.bridge.models.vision.media import costs, share_out
@@ -537,3 +538,34 @@ def test_the_ends_of_a_text_are_known_where_the_tokenizer_is_mistrals(tmp_path):
     tokenizer = HuggingFaceTokenizer(str(tmp_path))
     assert (tokenizer.hf.bos_token, tokenizer.eod) == ("<s>", 2)
     assert tokenizer.hf.convert_tokens_to_ids("[AUDIO]") == 24
+
+
+@pytest.mark.parametrize("kind", ["parquet", "saved"])
+def test_columns_of_audio_are_not_decoded_by_datasets(folders, encoders, tmp_path, kind):
+    """`datasets` would need torchcodec, and not give what transformers' processors hear."""
+    folder, encoder = folders["voxtral"], encoders["voxtral"]
+    file = {"bytes": datasets.Value("binary"), "path": datasets.Value("string")}
+    turn = {"role": datasets.Value("string"), "content": datasets.Value("string")}
+    features = {"messages": datasets.List(turn), "audio": file, "audios": datasets.List(file)}
+    content = {"bytes": (folder / "a.wav").read_bytes(), "path": None}
+    question = [{"role": "user", "content": "<audio>Which digit?"}, ANSWER]
+    rows = {
+        "messages": [question, question],
+        "audio": [content, None],
+        "audios": [None, [content]],
+    }
+    table = datasets.Dataset.from_dict(rows, features=datasets.Features(features))
+    table = table.cast_column("audio", datasets.Audio())
+    table = table.cast_column("audios", datasets.List(datasets.Audio()))
+    if kind == "parquet":
+        table.to_parquet(tmp_path / "rows.parquet")
+        source = FileSource(tmp_path / "rows.parquet")
+    else:
+        table.save_to_disk(tmp_path / "rows")
+        source = HubSource(str(tmp_path / "rows"), None, "train")
+    samples = encoder(list(source.records())).samples
+    expected = encode(encoder, chat(audio("a.wav"), TEXT))
+    for sample in samples:
+        assert sample.tokens.tolist() == expected.tokens.tolist()
+        (found,) = encoder.media.pixels(sample.images).values()
+        assert found.equal(encoder.media.pixels(expected.images)["input_features"])

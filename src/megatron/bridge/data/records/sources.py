@@ -108,9 +108,26 @@ def _stream_table(kind: str, path: Path) -> Iterator[dict[str, Any]]:
     try:
         if kind == "parquet" and not _parquet_rows(path):
             return  # `datasets` would report an empty file as broken
-        yield from datasets.load_dataset(kind, data_files=str(path), split="train", streaming=True)
+        rows = datasets.load_dataset(kind, data_files=str(path), split="train", streaming=True)
+        yield from with_encoded_audio(rows)
     except (OSError, ValueError, DatasetsError) as error:
         raise UserError(f"{path} is not a {kind} file: {one_line(error)}") from error
+
+
+def with_encoded_audio(rows: Any) -> Any:
+    """A dataset of `datasets` whose columns of audio have the bytes or path of each file.
+
+    `datasets` would decode them with torchcodec, and not as transformers' processors do.
+    """
+    import datasets
+
+    encoded = datasets.Audio(decode=False)
+    for name, feature in (rows.features or {}).items():
+        if isinstance(feature, datasets.Audio):
+            rows = rows.cast_column(name, encoded)
+        elif isinstance(getattr(feature, "feature", None), datasets.Audio):
+            rows = rows.cast_column(name, datasets.List(encoded))
+    return rows
 
 
 def _parquet_rows(path: Path) -> int:
@@ -140,7 +157,7 @@ class HubSource:
         return "/".join(part for part in (self.dataset_name, self.subset, self.split) if part)
 
     def records(self) -> Iterator[LocatedRecord]:
-        return _numbered_rows(self.name, self._load())
+        return _numbered_rows(self.name, with_encoded_audio(self._load()))
 
     def fingerprint(self) -> str:
         """Return the fingerprint of `datasets`, or the revision of a stream, which must be set."""
