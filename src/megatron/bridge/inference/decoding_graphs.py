@@ -21,6 +21,7 @@ from torch.distributed.tensor import DTensor
 from megatron.bridge.backends.cpu import allocator
 from megatron.bridge.backends.cpu.device import has_cuda
 from megatron.bridge.backends.decoding.op_recorder import record
+from megatron.bridge.backends.decoding.piecewise_graph import PiecewiseGraph
 from megatron.bridge.backends.decoding.step import ROW_MULTIPLE, SingleTokens
 from megatron.bridge.inference.adapter_bank import AdapterNames
 from megatron.bridge.inference.decoding_state import DecodingState
@@ -72,7 +73,7 @@ class DecodingGraphs:
             self._graphs[key] = self._make_graph(*key)
         graph = self._graphs[key]
         graph.set_inputs(plan)
-        if not has_cuda():
+        if graph.calls_python:
             self._begin(graph.inputs, key[1], plan.records_experts)
         return graph.replay()
 
@@ -111,13 +112,13 @@ class DecodingGraphs:
 
         # a longer step would free the buffers of sequence parallelism, which a graph goes on writing to
         with patched(parallel_state, _GLOBAL_MEMORY_BUFFER=graph.buffers):
-            graph.replay = self._capture(forward)
+            graph.replay, graph.calls_python = self._capture(forward)
         return graph
 
     def _begin(
         self, inputs: Tensor, names: tuple[str | None, ...], records_experts: bool = False
     ) -> None:
-        """Prepare for a forward pass, or for the code that its replay on a CPU runs (``run_unrecorded``)."""
+        """Prepare for a forward pass, or for the code that its replay runs (``run_unrecorded``)."""
         _, positions, keys, slots, numbers = inputs.unbind()
         step = SingleTokens(positions, keys, slots, self._longest)
         self._state.begin(step, None, records_experts)
@@ -126,26 +127,24 @@ class DecodingGraphs:
         else:
             self._adapters.begin_with_masks([name or "" for name in names[1:]], numbers)
 
-    def _capture(self, forward: _Forward) -> _Forward:
-        """Return a function that repeats ``forward`` and returns its result."""
+    def _capture(self, forward: _Forward) -> tuple[_Forward, bool]:
+        """Return a function that repeats ``forward`` and returns its result, and whether it may run Python code."""
         if not has_cuda():
             self._state.when_weights_move(self._graphs.clear)
             allocator.trim()  # the recorder needs 17 MB for 30 layers
             replay = record(forward)
             allocator.trim()
-            return replay
+            return replay, True
         self._pool = self._pool or torch.cuda.graph_pool_handle()
         forward()  # compiles kernels and allocates their workspaces
-        graph = torch.cuda.CUDAGraph()
-        torch.cuda.synchronize()
-        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
-            logits = forward()
+        graph = PiecewiseGraph(self._pool)
+        logits = graph.capture(forward)
 
-        def replay() -> Tensor:
+        def replay_graphs() -> Tensor:
             graph.replay()
             return logits
 
-        return replay
+        return replay_graphs, graph.calls_python
 
 
 class _Graph:
@@ -156,6 +155,7 @@ class _Graph:
     """
 
     replay: _Forward
+    calls_python: bool
 
     def __init__(self, rows: int, names: Sequence[str | None], state: DecodingState) -> None:
         self.buffers = GlobalMemoryBuffer()

@@ -26,7 +26,6 @@ from torch.distributed.tensor import DTensor
 
 from megatron.bridge.backends.attention.sparse_attention import Indexer
 from megatron.bridge.backends.attention.torch_attention import TorchAttention
-from megatron.bridge.backends.cpu.device import has_cuda
 from megatron.bridge.backends.decoding.attention_cache import (
     AttentionCache,
     LatentCache,
@@ -58,11 +57,6 @@ from megatron.bridge.utils.errors import UserError
 from megatron.bridge.utils.patching import patched
 
 _PARALLEL_LINEAR = (tensor_parallel.ColumnParallelLinear, tensor_parallel.RowParallelLinear)
-_CHANGING_CACHES: dict[type, str] = {
-    LatentCache: "latent attention, because each text has a kernel call of the length of its keys",
-    WindowCache: "windows as rings, because each text has a kernel call of the length of its ring",
-    ExpertCache: "experts, because the number of tokens of each is read on the host",
-}
 # mixers whose earlier tokens are states of one size
 _RECURRENT = tuple(kind for feature in FEATURES for kind in feature.recurrent_modules)
 
@@ -223,7 +217,7 @@ class DecodingState:
         return any(isinstance(cache, RecurrentCache) for _, cache in self._caches)
 
     def find_changing_kernels(self) -> str | None:
-        """Name what launches other kernels in another single-token step, which cannot be replayed then."""
+        """Name what changes in another single-token step and is not called again by its replay, or return None."""
         config: Any = self.bare[0].config
         if getattr(config, "vision", None) is not None:
             return "a vision tower, because positions have three axes or images change the step"
@@ -231,10 +225,6 @@ class DecodingState:
             return "LongRoPE, because long texts have other angles"
         if any(isinstance(module, Indexer) for module, _ in self._caches):
             return "sparse attention, because each text has a choice of its keys"
-        for module, cache in self._caches:
-            reason = _changing_kernels_of(module, cache) if has_cuda() else None
-            if reason is not None:
-                return reason
         return None
 
     def _select_rows(self, module: Any, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
@@ -245,22 +235,6 @@ class DecodingState:
                 hidden, group=module.tp_group
             )
         return hidden if self._rows is None else hidden[self._rows], *other_args
-
-
-def _changing_kernels_of(module: Any, cache: Any) -> str | None:
-    """Name what launches other kernels in each step of a GPU if a layer has this cache."""
-    if isinstance(cache, RecurrentCache):
-        return None
-    for kind, reason in _CHANGING_CACHES.items():
-        if isinstance(cache, kind):
-            return reason
-    return None if cache.repeats_kernels(module) else _missing_kernel_of(module)
-
-
-def _missing_kernel_of(core: TorchAttention) -> str:
-    if core.softcap is not None:
-        return "soft-capped scores, which no kernel for all texts has"
-    return "attention for which the flash kernel has no case, such as float32"
 
 
 class Changes(ExitStack):

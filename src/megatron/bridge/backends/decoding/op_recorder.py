@@ -21,6 +21,7 @@ from torch.utils._python_dispatch import (
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.weak import WeakIdKeyDictionary
 
+from megatron.bridge.backends.decoding.piecewise_graph import captured_graph
 from megatron.bridge.backends.kernels.c_kernels import FUNCTIONS
 
 _WHOLE = (torch.ops.aten.linear.default, torch.ops.aten.matmul.default)
@@ -38,11 +39,14 @@ def record(function: Callable[[], Tensor]) -> Callable[[], Tensor]:
 
 
 def run_unrecorded(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Call ``function``; a recording has one call of it, whose Python code runs again in each replay.
+    """Call ``function``; a recording or a CUDA graph has one call of it, whose Python code runs again in each replay.
 
     It may read values of tensors. It returns a tensor, or several with or without ``None`` among them, and writes into
     its arguments only in place.
     """
+    graph = captured_graph()
+    if graph is not None:
+        return graph.call(function, args, kwargs)
     mode = _get_current_dispatch_mode()
     if not isinstance(mode, _Recorder):
         return function(*args, **kwargs)
