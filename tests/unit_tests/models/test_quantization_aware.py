@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """What ``model.qat`` trains is what an export stores, and what cannot be stored is refused by name."""
 
+import copy
+import json
 from types import SimpleNamespace
 
 import pytest
@@ -12,6 +14,7 @@ from megatron.bridge.inference import loading
 from megatron.bridge.models import GPTModelProvider
 from megatron.bridge.models.features import quantization_aware
 from megatron.bridge.models.features.quantization_aware import QuantizationAwareFeature, is_rounded
+from megatron.bridge.recipes.sizes import HFConfigDict
 from megatron.bridge.training.initialize.rounding import check_rounded_layers
 from megatron.bridge.utils.errors import UserError
 from tests.toy_run import save_llama
@@ -139,6 +142,13 @@ def test_experts_that_are_published_in_one_tensor_are_refused(family_case):
             continue
         with pytest.raises(UserError, match=rf"qat='{name}'.*({message}).*qat_keep_high"):
             check_rounded_layers(config, chunks)
+
+
+def test_the_model_of_a_recipe_has_its_config_as_a_dictionary(source):
+    _, chunks = trained_model(source, "int8")
+    model = copy.copy(chunks[0].config)
+    model.hf_config = HFConfigDict(json.loads((source / "config.json").read_text()))
+    check_rounded_layers(SimpleNamespace(model=model), chunks)
 
 
 def test_names_of_experts_and_kept_layers():

@@ -8,7 +8,7 @@ from megatron.core.transformer.module import MegatronModule
 
 from megatron.bridge.models.conversion.engine import exchange
 from megatron.bridge.models.conversion.engine.quantize import can_hold, format_for
-from megatron.bridge.models.conversion.model_bridge import bridge_for
+from megatron.bridge.models.conversion.model_bridge import as_dict, bridge_for
 from megatron.bridge.models.features import quantization_aware
 from megatron.bridge.training.config import ConfigContainer
 from megatron.bridge.utils.console import print_rank_0
@@ -48,12 +48,13 @@ def _not_storable(model: Any, chunks: Sequence[MegatronModule]) -> Iterator[str]
     if hf_config is None:
         return
     registry = bridge_for(hf_config).registry_for(model)
-    row = format_for(model.qat, hf_config.model_type)
+    model_type = as_dict(hf_config).get("model_type")  # a recipe's config is a dictionary
+    row = format_for(model.qat, model_type)
     for chunk in chunks:
         for layer, parameter in quantization_aware.rounded_parameters(chunk):
             mapping = registry.megatron_to_hf_lookup(parameter)
             if mapping is not None and not can_hold(row, mapping):
                 yield (
-                    f"model.qat={model.qat!r} rounds {layer}, whose published tensors {hf_config.model_type} does not "
+                    f"model.qat={model.qat!r} rounds {layer}, whose published tensors {model_type} does not "
                     f"store in this format: keep it in full with model.qat_keep_high=[{layer}], or use another format"
                 )
