@@ -5,6 +5,7 @@ import json
 import sys
 
 from megatron.bridge.utils.errors import UserError
+from scripts.demo import tiny_run
 from scripts.demo.paths import ROOT, Paths, script
 from scripts.demo.runner import PROCESSES, Runner, as_typed, megatron_bridge, torchrun
 
@@ -51,25 +52,8 @@ def run(runner: Runner, paths: Paths) -> None:
 
 
 def overrides(paths: Paths) -> list[str]:
-    """Settings of a tiny run on a laptop."""
-    values = {
-        "model.seq_length": SEQ_LENGTH,
-        "dataset.seq_length": SEQ_LENGTH,
-        "dataset.do_test": "false",
-        "train.train_iters": STEPS,
-        "train.global_batch_size": GLOBAL_BATCH_SIZE,
-        "train.micro_batch_size": GLOBAL_BATCH_SIZE,
-        "optimizer.lr": 2e-3,
-        "optimizer.min_lr": 1e-4,
-        "validation.eval_iters": 1,
-        "validation.eval_interval": STEPS,
-        "mixed_precision": "fp32",  # few CPUs compute in bf16
-        "logger.log_interval": 50,
-        "checkpoint.save": paths.out / "shapes",
-        "checkpoint.save_optim": "false",
-        "model.tensor_model_parallel_size": PROCESSES,
-    }
-    return [f"{key}={value}" for key, value in values.items()]
+    """Settings of the run."""
+    return tiny_run.overrides(paths.out / "shapes", STEPS, GLOBAL_BATCH_SIZE, SEQ_LENGTH, PROCESSES)
 
 
 def summary(paths: Paths) -> str:

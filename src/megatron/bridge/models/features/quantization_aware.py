@@ -91,7 +91,7 @@ class QuantizationAwareFeature(LayerFeature):
                 weights=weights,
                 with_inputs=config.qat_inputs,
                 split=split,
-                group=None if split is None else _tensor_parallel_group(layer),
+                group=None if split is None else cast(Any, layer).tp_group,
                 row_order=published.order,
             )
             _refuse_indivisible(name, layer, settings, published.lengths)
@@ -99,14 +99,18 @@ class QuantizationAwareFeature(LayerFeature):
 
 
 def linear_layers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Yield the layers of a bare chunk that quantization-aware training can round, by name in the full model."""
+    """Yield the layers of a bare chunk that quantization-aware training can round.
+
+    Names are those of the full model; experts that are modules of their own have ``*`` for their index, because all of
+    a layer are rounded or none.
+    """
     for path, module in model.named_modules():
         if _weights_of(module) and _is_matrix(f"{path}.weight"):
             if any(kind.__name__.startswith("TE") for kind in type(module).__mro__):
                 raise UserError(
                     f"model.qat is for layers of PyTorch, and {path} is of Transformer Engine: set model.backend=torch"
                 )
-            yield _global_name(model, path), module
+            yield _of_any_expert(_global_name(model, path)), module
 
 
 def is_rounded(parameter_name: str, config: Any) -> bool:
@@ -116,8 +120,7 @@ def is_rounded(parameter_name: str, config: Any) -> bool:
         parameter_name: With global indices of layers and experts, and the name of the weight.
         config: The provider that the model was trained with.
     """
-    layer = re.sub(r"\.local_experts\.\d+\.", ".local_experts.*.", parameter_name)
-    layer_name = layer.rpartition(".")[0]
+    layer_name = _of_any_expert(parameter_name.rpartition(".")[0])
     return (
         config.qat is not None
         and _is_matrix(parameter_name)
@@ -152,6 +155,10 @@ def _global_name(model: nn.Module, path: str) -> str:
     return f"{found.group(1)}{layer.layer_number - 1}{path[found.end() :]}"
 
 
+def _of_any_expert(layer_name: str) -> str:
+    return re.sub(r"\.local_experts\.\d+\.", ".local_experts.*.", layer_name)
+
+
 def _weights_of(layer: nn.Module) -> tuple[str, ...]:
     """Return the names of a layer's own matrices: one, or one for each expert of a grouped layer."""
     return tuple(
@@ -167,10 +174,6 @@ def _split_of(layer: nn.Module, weight: str) -> int | None:
     if not getattr(parameter, "tensor_model_parallel", False):
         return None
     return cast(int, parameter.partition_dim)
-
-
-def _tensor_parallel_group(layer: Any) -> Any:
-    return layer.tp_group
 
 
 @dataclass(frozen=True)
@@ -245,7 +248,7 @@ def _refuse_indivisible(
 def rounded_parameters(chunk: nn.Module) -> Iterator[tuple[str, str]]:
     """Yield the layer and the name of each parameter of a bare chunk that is rounded, by names in the full model.
 
-    Experts have the indices of this rank.
+    Experts of a grouped layer have the indices of this rank.
     """
     for name, layer in linear_layers(chunk):
         settings = rounded_layers.settings_of(layer)

@@ -52,7 +52,7 @@ def _not_storable(model: Any, chunks: Sequence[MegatronModule]) -> Iterator[str]
     row = format_for(model.qat, model_type)
     for chunk in chunks:
         for layer, parameter in quantization_aware.rounded_parameters(chunk):
-            mapping = registry.megatron_to_hf_lookup(parameter)
+            mapping = registry.megatron_to_hf_lookup(parameter.replace(".*.", ".0."))
             if mapping is not None and not can_hold(row, mapping):
                 yield (
                     f"model.qat={model.qat!r} rounds {layer}, whose published tensors {model_type} does not "
