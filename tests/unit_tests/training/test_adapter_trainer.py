@@ -16,7 +16,7 @@ from megatron.bridge.training.step.row_losses import TrainingRow, compute_loss
 from megatron.bridge.utils.errors import UserError
 from tests.toy_adapters import make
 from tests.toy_trainer import METHODS, SETTINGS, make_rows, make_trainer, train, weights
-from tests.workers import forget_model_parallel
+from tests.workers import forget_model_parallel, leave
 
 
 @pytest.fixture(scope="module")
@@ -27,9 +27,9 @@ def llama(tmp_path_factory):
 
 
 @pytest.fixture(autouse=True)
-def no_model_parallel_left():
+def no_group_left():
     yield
-    forget_model_parallel()
+    leave()
 
 
 def make_full_trainer(directory):
