@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from megatron.bridge.checkpoint import paths
 from megatron.bridge.cli.support import text_format
-from megatron.bridge.cli.support.options import add_hf_model, add_new_model_folder
+from megatron.bridge.cli.support.options import add_new_model_folder, add_source_model
 from megatron.bridge.cli.support.parser import Parser, count, location_path
 from megatron.bridge.cli.support.texts import add_texts, token_ids
 from megatron.bridge.utils.console import console
@@ -45,7 +45,7 @@ _METHODS = ("gptq", "awq", "observe")
 def add_arguments(parser: Parser) -> None:
     parser.description = DESCRIPTION
     parser.epilog = EXAMPLES
-    add_hf_model(parser, description="directory or hub id of the model in full")
+    add_source_model(parser, "directory or hub id of the model in full")
     parser.add_argument(
         "--megatron-path",
         type=location_path,

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron.bridge.cli.support import text_format
-from megatron.bridge.cli.support.options import add_hf_model, add_new_model_folder
+from megatron.bridge.cli.support.options import add_new_model_folder, add_source_model
 from megatron.bridge.cli.support.parser import Parser, count
 from megatron.bridge.cli.support.texts import add_texts, token_ids
 
@@ -29,7 +29,7 @@ EXAMPLES = """example:
 def add_arguments(parser: Parser) -> None:
     parser.description = DESCRIPTION
     parser.epilog = EXAMPLES
-    add_hf_model(parser, description="directory or hub id of the trained model")
+    add_source_model(parser, "directory or hub id of the trained model")
     add_new_model_folder(parser)
     parser.add_argument("--layers", type=count, metavar="N", help="layers to keep")
     parser.add_argument("--hidden-size", type=count, metavar="N", help="channels to keep")

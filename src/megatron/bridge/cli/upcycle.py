@@ -4,7 +4,7 @@
 import argparse
 
 from megatron.bridge.cli.support import text_format
-from megatron.bridge.cli.support.options import add_hf_model, add_new_model_folder
+from megatron.bridge.cli.support.options import add_new_model_folder, add_source_model
 from megatron.bridge.cli.support.parser import Parser, count
 
 DESCRIPTION = (
@@ -21,7 +21,7 @@ EXAMPLES = """examples:
 def add_arguments(parser: Parser) -> None:
     parser.description = DESCRIPTION
     parser.epilog = EXAMPLES
-    add_hf_model(parser, description="directory or hub id of the dense model")
+    add_source_model(parser, "directory or hub id of the dense model")
     add_new_model_folder(parser)
     parser.add_argument(
         "--experts", type=count, required=True, metavar="N", help="experts of a layer"

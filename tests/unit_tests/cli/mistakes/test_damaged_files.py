@@ -94,7 +94,7 @@ DAMAGE = {
 
 NAMED = {
     "chat_template.jinja": ("chat template", "no sample", "jinja", "dataset.seq_length"),
-    "run.yaml": ("run.yaml", "error: train "),
+    "run.yaml": ("run.yaml", "error: train"),  # half of it ends in a group that has no members
 }
 """What the sentence names where it is not the file."""
 

@@ -118,10 +118,17 @@ def add_hf_model(
     description: str = "model directory or hub id",
 ) -> None:
     """Add the Hugging Face model that is converted, and the layout of the conversion."""
+    add_source_model(parser, description, required)
+    add_parallel_sizes(parser)
+
+
+def add_source_model(
+    parser: argparse.ArgumentParser, description: str, required: bool = True
+) -> None:
+    """Add the Hugging Face model that a command reads, in one process."""
     parser.add_argument(
         "--hf-model", type=location, required=required, metavar="ID", help=description
     )
-    add_parallel_sizes(parser)
 
 
 def add_new_model_folder(parser: argparse.ArgumentParser) -> None:
