@@ -13,7 +13,12 @@ from megatron.bridge.backends.low_bit import rounded_layers
 from megatron.bridge.inference import loading
 from megatron.bridge.models import GPTModelProvider
 from megatron.bridge.models.features import quantization_aware
-from megatron.bridge.models.features.quantization_aware import QuantizationAwareFeature, is_rounded
+from megatron.bridge.models.features.quantization_aware import (
+    QuantizationAwareFeature,
+    is_rounded,
+    linear_layers,
+    unused_patterns,
+)
 from megatron.bridge.recipes.sizes import HFConfigDict
 from megatron.bridge.training.initialize.rounding import check_rounded_layers
 from megatron.bridge.utils.errors import UserError
@@ -149,6 +154,18 @@ def test_the_model_of_a_recipe_has_its_config_as_a_dictionary(source):
     model = copy.copy(chunks[0].config)
     model.hf_config = HFConfigDict(json.loads((source / "config.json").read_text()))
     check_rounded_layers(SimpleNamespace(model=model), chunks)
+
+
+def test_a_language_model_inside_another_has_the_same_layers(source):
+    """Vision-language models have it as ``language_model``."""
+    _, chunks = trained_model(source, "int8", qat_keep_high=["layers.0.mlp.*"])
+    inside = torch.nn.ModuleDict({"language_model": chunks[0]})
+    alone = [f"language_model.{name}" for name, _ in linear_layers(chunks[0])]
+    assert [name for name, _ in linear_layers(inside)] == alone
+    assert unused_patterns([inside], ["layers.0.mlp.*", "decoder.layers.1.*"]) == []
+    model = chunks[0].config
+    assert is_rounded("language_model.decoder.layers.1.mlp.linear_fc1.weight", model)
+    assert not is_rounded("language_model.decoder.layers.0.mlp.linear_fc1.weight", model)
 
 
 def test_names_of_experts_and_kept_layers():

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The frozen base of a PEFT method in a low-bit format (https://arxiv.org/abs/2305.14314)."""
 
-import re
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -10,6 +9,7 @@ from torch import Tensor, nn
 
 from megatron.bridge.backends.cpu.device import has_cuda
 from megatron.bridge.backends.low_bit.formats import FORMATS, LowBitFormat
+from megatron.bridge.backends.low_bit.matrices import is_matrix
 from megatron.bridge.backends.low_bit.weight import LowBitWeight, attributes_of, empty_weight
 from megatron.bridge.models.conversion.adapters.adapted_layers import in_adapter
 from megatron.bridge.models.conversion.engine import exchange
@@ -17,9 +17,6 @@ from megatron.bridge.models.conversion.engine.plan import global_name
 from megatron.bridge.peft import targets
 from megatron.bridge.peft.targets import TargetCandidate
 from megatron.bridge.utils.errors import UserError
-
-# matrices of attention, MLPs and experts; not embeddings, routers, heads, recurrent mixers and towers
-_MATRIX = re.compile(r"(^|\.)(decoder|mtp)\..*\.linear_\w+\.weight\d*$")
 
 
 @dataclass(frozen=True)
@@ -76,7 +73,7 @@ def base_weights(chunk: nn.Module) -> Iterator[BaseWeight]:
         for key, parameter in module.named_parameters(recurse=False):
             local_name = f"{path}.{key}"
             name = global_name(chunk, local_name)
-            if _MATRIX.search(name) and not in_adapter(name) and parameter.dim() == 2:
+            if is_matrix(name) and not in_adapter(name) and parameter.dim() == 2:
                 yield BaseWeight(name, key, module, parameter)
 
 

@@ -15,15 +15,15 @@ from megatron.core.transformer.attention import SelfAttention
 from torch import Tensor, nn
 
 from megatron.bridge.backends.low_bit import rounded_layers
+from megatron.bridge.backends.low_bit.matrices import is_always_in_full, is_matrix
 from megatron.bridge.backends.low_bit.rounded_layers import RoundedProducts
 from megatron.bridge.backends.low_bit.rounding import ROUNDINGS, QATFormat
 from megatron.bridge.models.features.feature import LayerFeature, differing
 from megatron.bridge.utils.config.ranges import AT_LEAST_ONE
 from megatron.bridge.utils.errors import UserError
 
-_MATRIX = re.compile(r"^(decoder|mtp)\..*\.linear_\w+\.weight\d*$")
-_ALWAYS_IN_FULL = ("*weights_proj*",)  # as in exports: the weights of an indexer's heads
-_LAYER = re.compile(r"^(decoder\.layers\.)(\d+)(?=\.|$)")
+# of a language model, or of one inside a vision-language model
+_LAYER = re.compile(r"^((?:.*\.)?decoder\.layers\.)(\d+)(?=\.|$)")
 _UNSUPPORTED = {
     "cuda_graph_impl": "none",
     "delay_wgrad_compute": False,
@@ -105,7 +105,7 @@ def linear_layers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     a layer are rounded or none.
     """
     for path, module in model.named_modules():
-        if _weights_of(module) and _is_matrix(f"{path}.weight"):
+        if _weights_of(module) and _can_be_rounded(f"{path}.weight"):
             if any(kind.__name__.startswith("TE") for kind in type(module).__mro__):
                 raise UserError(
                     f"model.qat is for layers of PyTorch, and {path} is of Transformer Engine: set model.backend=torch"
@@ -123,7 +123,7 @@ def is_rounded(parameter_name: str, config: Any) -> bool:
     layer_name = _of_any_expert(parameter_name.rpartition(".")[0])
     return (
         config.qat is not None
-        and _is_matrix(parameter_name)
+        and _can_be_rounded(parameter_name)
         and not _is_kept(layer_name, config.qat_keep_high)
     )
 
@@ -134,10 +134,8 @@ def unused_patterns(chunks: Iterable[nn.Module], patterns: Sequence[str]) -> lis
     return [pattern for pattern in patterns if not any(_is_kept(name, [pattern]) for name in names)]
 
 
-def _is_matrix(name: str) -> bool:
-    return bool(_MATRIX.search(name)) and not any(
-        fnmatch(name, pattern) for pattern in _ALWAYS_IN_FULL
-    )
+def _can_be_rounded(parameter_name: str) -> bool:
+    return is_matrix(parameter_name) and not is_always_in_full(parameter_name)
 
 
 def _is_kept(layer_name: str, patterns: Sequence[str]) -> bool:

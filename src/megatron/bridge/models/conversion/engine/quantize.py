@@ -5,7 +5,6 @@ A quantizer stands between the export, which produces full tensors under plain n
 and scales. Only one tensor at a time is quantized, by the rank that writes it.
 """
 
-import re
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -15,6 +14,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from megatron.bridge.backends.low_bit.matrices import is_always_in_full, is_matrix
 from megatron.bridge.models.conversion.engine.plan import ConversionPlan, WeightConversionTask
 from megatron.bridge.models.conversion.mappings.base import MegatronParamMapping
 from megatron.bridge.models.features.quantization_aware import is_rounded
@@ -33,12 +33,6 @@ from megatron.bridge.utils.errors import UserError, did_you_mean
 AS_SOURCE = "source"
 AS_TRAINED = "trained"
 Specs = dict[str, tuple[torch.dtype, tuple[int, ...]]]  # dtypes and shapes of tensors by name
-
-# matrices of attention, MLPs and experts; not embeddings, routers, heads, recurrent mixers and towers
-_QUANTIZED = re.compile(r"(^|\.)(decoder|mtp)\..*\.linear_\w+\.weight\d*$")
-_ALWAYS_IN_FULL = (
-    "*weights_proj*",
-)  # the weights of an indexer's heads: few, and DeepSeek keeps them
 
 
 class Quantizer(Protocol):
@@ -134,7 +128,7 @@ class ToFormat:
 
     def _is_quantized(self, task: WeightConversionTask) -> bool:
         """Whether a task's matrices are to be quantized."""
-        if task.is_copy or not _QUANTIZED.search(task.global_param_name):
+        if task.is_copy or not is_matrix(task.global_param_name):
             return False
         return self._is_rounded is None or self._is_rounded(task.global_param_name)
 
@@ -186,7 +180,7 @@ class ToFormat:
         return {}
 
     def _stays_in_full(self, name: str) -> bool:
-        return any(fnmatch(name, pattern) for pattern in (*_ALWAYS_IN_FULL, *self._keep_high))
+        return is_always_in_full(name) or any(fnmatch(name, pattern) for pattern in self._keep_high)
 
     def _check_patterns(self, exported: Specs) -> None:
         for pattern in self._keep_high:
