@@ -168,6 +168,17 @@ def test_a_language_model_inside_another_has_the_same_layers(source):
     assert not is_rounded("language_model.decoder.layers.0.mlp.linear_fc1.weight", model)
 
 
+def test_a_vision_language_model_is_trained_for_a_format(vision_case, tmp_path):
+    case = vision_case("qwen2_5_vl")
+    bridge, chunks = trained_model(case.checkpoint, "int8", qat_keep_high=["layers.0.mlp.*"])
+    check_rounded_layers(SimpleNamespace(model=chunks[0].config), chunks)
+    bridge.save_hf_pretrained(chunks, tmp_path / "out", show_progress=False, quantize="trained")
+    quantized = set(AutoBridge.from_hf_pretrained(tmp_path / "out").hf_pretrained.state.packed)
+    assert "model.layers.0.self_attn.q_proj.weight" in quantized
+    assert "model.layers.1.mlp.up_proj.weight" in quantized
+    assert not any("layers.0.mlp" in name or "visual" in name for name in quantized)
+
+
 def test_names_of_experts_and_kept_layers():
     model = provider(qat="int8", qat_keep_high=["layers.1.*"])
     expert = "decoder.layers.0.mlp.experts.linear_fc1.weight3"
