@@ -4,10 +4,8 @@
 Writes a report as JSON and a web page with the recordings. It prints numbers and judges nothing.
 """
 
-import argparse
 import base64
 import html
-import json
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +17,8 @@ from transformers import (
     Qwen2AudioProcessor,
 )
 from transformers.audio_utils import load_audio
-from transformers.utils import logging
 
-from scripts.demo.evaluate_shapes import answer_cell
+from scripts.demo.evaluation import answer_cell, evaluate
 
 NEW_TOKENS = 16
 PAGE = """<!doctype html>
@@ -79,26 +76,6 @@ def page(report: dict[str, Any], records: list[dict[str, Any]], root: Path) -> s
     )
 
 
-def main() -> None:
-    """Ask both models and write the report and the page."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    for name in ("before", "after", "held-out", "report", "page"):
-        parser.add_argument(f"--{name}", type=Path, required=True)
-    args = parser.parse_args()
-    torch.set_num_threads(1)  # a model so small is slower with more
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
-    records = [json.loads(line) for line in args.held_out.read_text().splitlines()]
-    expected = [record["messages"][1]["content"] for record in records]
-    report: dict[str, Any] = {"expected": expected}
-    for name, directory in (("before", args.before), ("after", args.after)):
-        found = answers(directory, records, args.held_out.parent)
-        correct = sum(said == right for said, right in zip(found, expected, strict=True))
-        report[name] = {"answers": found, "correct": correct}
-    args.report.write_text(json.dumps(report, indent=2) + "\n")
-    args.page.write_text(page(report, records, args.held_out.parent))
-    print(json.dumps(report, indent=2))  # noqa: T201 - the log of this stage
-
-
 if __name__ == "__main__":
-    main()
+    torch.set_num_threads(1)  # a model so small is slower with more
+    evaluate(__doc__ or "", answers, page)

@@ -4,20 +4,18 @@
 Writes a report as JSON and a web page with the pictures. It prints numbers and judges nothing.
 """
 
-import argparse
 import base64
 import html
-import json
 from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import AutoModelForImageTextToText, AutoTokenizer
-from transformers.utils import logging
 
 from megatron.bridge.data.media.media_rules import MediaRules
 from megatron.bridge.data.media.processing import load_media_processor
 from megatron.bridge.data.media.processor import MediaProcessor
+from scripts.demo.evaluation import answer_cell, evaluate
 
 NEW_TOKENS = 16
 SHOWN = 24
@@ -87,30 +85,5 @@ def _encoded(pictures: Path, record: dict[str, Any]) -> str:
     ).decode()
 
 
-def answer_cell(text: str, right: str) -> str:
-    """An answer in the color of right or wrong."""
-    return f'<td class="{"right" if text == right else "wrong"}">{html.escape(text) or "(nothing)"}</td>'
-
-
-def main() -> None:
-    """Ask both models and write the report and the page."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    for name in ("before", "after", "held-out", "report", "page"):
-        parser.add_argument(f"--{name}", type=Path, required=True)
-    args = parser.parse_args()
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
-    records = [json.loads(line) for line in args.held_out.read_text().splitlines()]
-    expected = [record["messages"][1]["content"] for record in records]
-    report: dict[str, Any] = {"expected": expected}
-    for name, directory in (("before", args.before), ("after", args.after)):
-        found = answers(directory, records, args.held_out.parent)
-        correct = sum(said == right for said, right in zip(found, expected, strict=True))
-        report[name] = {"answers": found, "correct": correct}
-    args.report.write_text(json.dumps(report, indent=2) + "\n")
-    args.page.write_text(page(report, records, args.held_out.parent))
-    print(json.dumps(report, indent=2))  # noqa: T201 - the log of this stage
-
-
 if __name__ == "__main__":
-    main()
+    evaluate(__doc__ or "", answers, page)

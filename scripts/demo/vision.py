@@ -45,7 +45,7 @@ def run(runner: Runner, paths: Paths) -> None:
         "Ask both models about pictures that were never trained on, with transformers"
     ):
         runner.run(
-            sys.executable, script("evaluate_shapes.py"), "--before", untrained, "--after", paths.shapes_model,
+            sys.executable, "-m", "scripts.demo.evaluate_shapes", "--before", untrained, "--after", paths.shapes_model,
             "--held-out", pictures / "validation.jsonl", "--report", paths.out / "shapes.json",
             "--page", paths.out / "shapes.html",
         )  # fmt: skip
